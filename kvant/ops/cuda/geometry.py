@@ -177,8 +177,7 @@ class Geometry:
     @property
     def _bare_two_bits(self) -> bool:
         """Whether affine codes of two bits are read at a high batch, without overlay and RoPE blocks. 128 registers are enough for
-        that, so that a multiprocessor runs 16 warps instead of 12: 160 us instead of 164 at 32 x 32768, 136 instead of 141 at
-        256 x 3072 (int2)."""
+        that, so that a multiprocessor runs 16 warps instead of 12: 161 us at 32 x 32768, 164 in an earlier run with 12 (int2)."""
         formats = self.layout.formats.values()
         two_bits = all(band.bits == 2 for stream in formats for band in stream.stored_bands)
         one_scale = self.key_groups == self.layout.scale_groups("value") == 1

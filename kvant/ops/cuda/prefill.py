@@ -23,8 +23,9 @@ from kvant.ops.cuda.convert_rows import convert_rows, converted
 from kvant.ops.cuda.device import shared_memory
 from kvant.ops.cuda.merge_parts import merge_parts
 from kvant.ops.cuda.refusals import refuse_machine
-from kvant.ops.cuda.unpack import STREAMS, Span, joined, refuse_layout, rotated_pairs, shared_bytes, unpack
+from kvant.ops.cuda.unpack import joined, refuse_layout, rotated_pairs, shared_bytes, unpack
 from kvant.ops.cuda.unpack_full import gather
+from kvant.ops.cuda.unpack_spans import STREAMS, Span
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, prefill_each, some_sequences
 
@@ -194,17 +195,15 @@ def _fused(
     sink_logits: Tensor | None,
 ) -> Tensor:
     """All sequences by Way.FUSED."""
-    fused, device = store.flash, query.device
+    fused = store.flash
     starts = batch.query_start_loc.tolist()
     spans = spans_of(starts, batch.seq_lens.tolist(), sliding_window)
     if not any(span.last for span in spans):  # nothing was stored before
-        most = max((span.new for span in spans), default=0)
-        if not most:
+        if not any(span.new for span in spans):
             return torch.empty_like(query)
-        own = flash.row_starts(tuple(starts), device)
-        bounds = flash.Bounds(own, own, most, most)
-        found, lse = fused.run(query, new["key"], new["value"], bounds, scale, True, softcap, sliding_window)
-        return flash.with_sink_logits(found, lse, sink_logits)
+        key, value = new["key"], new["value"]
+        own = _varlen_self_attention(store, query, key, value, tuple(starts), scale, softcap, sliding_window)
+        return flash.with_sink_logits(own.out, own.lse[..., 0], sink_logits)
     # numbers of 16 bits are attended to as they are
     dtype = query.dtype if store.layout.format("key").is_raw else fused.dtype or query.dtype
     out: Tensor | None = None
@@ -322,11 +321,13 @@ def _varlen_self_attention(
     starts: tuple[int, ...],
     scale: float,
     softcap: float | None,
+    sliding_window: int | None = None,
 ) -> Part:
-    """The same of sequences that begin at rows `starts`, all of them [rows of all sequences, ...]: shapes as those of `_attend`."""
+    """The same of sequences of any lengths, which begin at rows `starts`, all of them [rows of all sequences, ...]: shapes as those
+    of `_attend`."""
     rows, most = flash.row_starts(starts, q.device), max(b - a for a, b in itertools.pairwise(starts))
     bounds = flash.Bounds(rows, rows, most, most)
-    out, lse = store.flash.run(q, key, value, bounds, scale, True, softcap, None)
+    out, lse = store.flash.run(q, key, value, bounds, scale, True, softcap, sliding_window)
     return Part(out, lse[..., None])
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kvant.codecs import DTYPES
 from kvant.layout import StreamName
-from kvant.ops.cuda.unpack import Span
+from kvant.ops.cuda.unpack_spans import Span
 from kvant.ops.streams import stream_handle
 from kvant.ops.types import LayerStore, PagedBatch
 
