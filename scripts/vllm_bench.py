@@ -12,7 +12,8 @@ All may be given together, with --recipe, --against, --kv-gib and --json FILE, w
 
 The model is Qwen3-8B's shape with dummy weights, so nothing is downloaded. Artifacts are fitted to random vectors: they decide
 bytes and speed, not quality. `--kv-gib` is pages and overlay together: what a recipe's windows take, its pages do not get. The
-overlay has a row for each of --max-num-seqs sequences. --compare alone loads a real model, and fits or finds artifacts for it.
+overlay has a row for each of --max-num-seqs sequences and four more, as in a server. --compare alone loads a real model, and fits
+or finds artifacts for it.
 
 What is timed: scripts/vllm_bench_engine.py. In short: vLLM's engine in the process of the cache, stepped by hand; TTFT from
 add_request to the end of the step that made the first token; TPOT (last token - first token) / (tokens - 1) of each request; a
@@ -302,7 +303,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=positive, help="default 36")
     parser.add_argument("--max-num-seqs", type=positive, help="default 64, or the largest --concurrency")
     parser.add_argument("--max-batched-tokens", type=positive, default=8192)
-    parser.add_argument("--spare-overlay-rows", "--spare-windows", type=int, default=0)
+    parser.add_argument("--spare-overlay-rows", "--spare-windows", type=int, default=4)
     parser.add_argument("--repeat", type=positive, default=1, help="runs of each measurement; the fastest counts")
     parser.add_argument(
         "--limit", type=float, metavar="S", help="a cache that takes longer is ended, and keeps what it has"

@@ -139,7 +139,7 @@ def longest_of(points: Sequence[Point]) -> int:
 
 
 def memory_of(cache: str, args: argparse.Namespace) -> tuple[int, int]:
-    """Bytes of the overlay of all sequences, and tokens that the rest of --kv-gib holds, about."""
+    """Bytes of the overlay of all sequences, sink rows included, and tokens that the rest of --kv-gib holds, about."""
     model = config(args.tiny, args.layers, 0)
     memory, elements = (
         int(args.kv_gib * 2**30),
@@ -149,14 +149,18 @@ def memory_of(cache: str, args: argparse.Namespace) -> tuple[int, int]:
         return 0, int(memory * 8 / (elements * OWN_BITS[cache]))
     from kvant import recipes
     from kvant.layout import Layout
+    from kvant.plan import sink_rows
 
     layout = Layout.of(recipes.get(cache), model["num_key_value_heads"], model["head_dim"], dtype=model["torch_dtype"])
+    page, sinks = (args.layers * size for size in (layout.page_bytes, layout.sink_bytes))
     overlay = args.layers * (args.max_num_seqs + args.spare_overlay_rows + 1) * layout.overlay_bytes
+    if any(args.hits):  # prefix caching is on
+        overlay += sink_rows(max(0, memory - overlay), page, sinks) * sinks
     if any(stream.groupwise for stream in layout.recipe.streams.values()):
         overlay += (
             args.max_num_seqs * layout.overlay_bytes
         )  # rows to which prefills with a history are copied, of one layer
-    return overlay, max(0, memory - overlay) // (args.layers * layout.page_bytes) * layout.page_tokens
+    return overlay, max(0, memory - overlay) // page * layout.page_tokens
 
 
 def artifact_for(recipe: Any, model: dict[str, Any], directory: Path) -> str:

@@ -51,6 +51,7 @@ from kvant.serving.warmup import LargestStep, warm_up
 
 Tensor = torch.Tensor
 logger = init_logger("vllm.kvant")
+SPARE_ROWS = 4  # overlay rows beyond one for each sequence, by default
 
 
 def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
@@ -89,8 +90,6 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     heads = shard_heads(total, world, rank)
     device = torch.device(config.device_config.device)
-    rows = config.scheduler_config.max_num_seqs
-    rows += max(4, rows // 4) if chosen.spare_overlay_rows is None else chosen.spare_overlay_rows
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, layer in attention.items():
         if layer.num_kv_heads != len(heads):
@@ -99,6 +98,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
             )
         groups.setdefault((asked[name], layer.num_heads, layer.head_size, layer.sliding_window), []).append(name)
     first_pages = _sink_rows(config, chosen, groups, len(heads), device)
+    rows = config.scheduler_config.max_num_seqs + _spare_rows(config, chosen, groups, first_pages)
     found = []
     for (recipe, _, head_dim, _), names in groups.items():
         artifact = chosen.artifact(recipe, count, total, head_dim, named)
@@ -242,6 +242,17 @@ def _sink_rows(
     else:
         memory = int(cache.gpu_memory_utilization * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return sink_rows(memory, page, sinks)
+
+
+def _spare_rows(config: Any, chosen: Options, groups: dict[tuple[Any, ...], list[str]], sink_rows: int) -> int:
+    """Overlay rows beyond one for each sequence that may run: those that are asked for, or a few. A prefix hit needs the sinks of
+    ended sequences, which sink rows hold. In layers without these, ended sequences keep their rows for longer."""
+    if chosen.spare_overlay_rows is not None:
+        return chosen.spare_overlay_rows
+    without = [recipe for recipe, *_, window in groups if window is not None or not sink_rows]
+    if config.cache_config.enable_prefix_caching and any(recipe.key.window.sink for recipe in without):
+        return max(SPARE_ROWS, config.scheduler_config.max_num_seqs // 4)
+    return SPARE_ROWS
 
 
 def _served(

@@ -45,8 +45,8 @@ _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 class Options:
     """A recipe for every layer of the model, and the artifacts that they need.
 
-    spare_overlay_rows  overlay rows beyond one for each sequence that vLLM may run. They hold the overlay of finished sequences,
-                        for prefix hits (default: a quarter of max_num_seqs, at least 4).
+    spare_overlay_rows  overlay rows beyond one for each sequence that vLLM may run. They hold the sinks of finished sequences for
+                        prefix hits (default: 4; a quarter of max_num_seqs where layers with sinks have no sink rows).
     sink_rows           first pages in the prefix cache whose sinks are kept in full precision beside those of the overlay rows, in
                         layers without a sliding window (default: kvant.plan.sink_rows; none without prefix caching).
     implementation      name of the kernels to use instead of the best ones, as in ops.choose.
