@@ -343,7 +343,7 @@ struct ChannelPages {
   DEV void enter(PageRing& ring, bool) {
     ring.await();
     page_head = ring.bytes + ring.stage * PAGE_HEAD_BYTES;
-    ring.read++;
+    ring.advance();
     q.group = q.bases = -1;
   }
   // As TokenwisePages.

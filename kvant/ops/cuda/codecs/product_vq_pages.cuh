@@ -16,7 +16,7 @@ struct CopiedIndices : PageRing {
   DEV void await_page() {
     await();
     page_head = address();
-    read++;
+    advance();
   }
   DEV void request_values(int, int) {}
   DEV void request_keys(int, bool, int) {}

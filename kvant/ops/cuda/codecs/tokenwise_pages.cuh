@@ -170,7 +170,7 @@ struct TokenwisePages {
   DEV void enter(PageRing& ring, bool more) {
     if (!PIPELINED) ring.await();
     page_head = {ring.address()};
-    ring.read++;
+    ring.advance();
     next = {ring.next_address()}, barrier = ring.barrier(), parity = ring.parity(), ready = true;
     if (PIPELINED) ready = !more || stage_ready(barrier, parity);
   }

@@ -27,6 +27,7 @@ DEV void store_shared(u32 address, u32 x) { asm volatile("st.shared.u32 [%0], %1
 DEV void add_shared(u32 address, u32 x) { asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }  // atomic
 // A pointer pinned to registers: the compiler would compute it anew for every offset.
 DEV const u8* pointer_register(const u8* p) { const u8* x; asm volatile("mov.u64 %0, %1;" : "=l"(x) : "l"(p)); return x; }
+DEV u32 load_global(const u8* p) { u32 x; asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }  // a word, by a pointer that was pinned
 // 1, 2 or 4 words of global memory that nobody writes meanwhile and nobody reads again: they are not kept in the first-level cache.
 template <int N> DEV void load_once(u32* w, const u8* p) {
   if constexpr (N == 1) asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(w[0]) : "l"(p));

@@ -19,7 +19,7 @@ DEV bool stage_ready(u32, u32) { return false; }
 DEV void wait_prior_grid() {}
 DEV void launch_dependent_grids() {}
 // Addresses of dynamic shared memory count from its beginning. Those of static shared memory, variables of this library, have the highest bit set.
-static u8 static_origin[16];
+alignas(16) static u8 static_origin[16];
 static const u8* shared_bytes(u32 address) { return address >> 31 ? static_origin + ((int)(address << 1) >> 1) : emulated_dynamic + address; }
 DEV u32 shared_address(const void* p) {
   const s64 offset = (const u8*)p - emulated_dynamic;
@@ -39,6 +39,7 @@ DEV u32 load_shared_half(u32 address) {
   return *(const u16*)(emulated_dynamic + address);
 }
 DEV const u8* pointer_register(const u8* p) { return p; }
+DEV u32 load_global(const u8* p) { return *(const u32*)p; }
 template <int N> DEV void load_once(u32* w, const u8* p) { memcpy(w, p, 4 * N); }
 DEV void store_shared(u32 address, u32 x) { memcpy((u8*)shared_bytes(address), &x, 4); }
 DEV void add_shared(u32 address, u32 x) { *(u32*)shared_bytes(address) += x; }  // a fiber runs until it waits
