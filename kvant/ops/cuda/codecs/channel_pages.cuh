@@ -291,7 +291,7 @@ DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, i
   PageValues<MIXED_TILES> packed;
   packed.load(page_head, tile, lane);
   const float largest = packed.mask(at, first, min(values, last), lane);
-  softmax.update<MIXED_TILES>(s, largest);
+  softmax.update<MIXED_TILES>(s, largest * softmax.norm, [=](float norm) { return largest * norm; });
   if (at + 16 * MIXED_TILES > values && values < last) {
     float x[MIXED_TILES][LANE_HEADS][2];
 #pragma unroll

@@ -145,7 +145,7 @@ struct ProductVQPages {
     }
     if constexpr (QUERIES > 1)
       if (packed.uneven(at)) mask_packed_rows<CHUNK_TILES>(s, RowLimits(packed.work, a.sliding_window, packed.row), lane, [&](int i, int r) { return at + i * 16 + r * 8 + Ring::row_token(g); });
-    softmax.update<CHUNK_TILES>(s, 0.f);
+    softmax.update<CHUNK_TILES>(s, 0.f, [](float) { return 0.f; });
 #pragma unroll
     for (int i = 0; i < CHUNK_TILES; i++)
 #pragma unroll
