@@ -347,10 +347,11 @@ struct ChannelPages {
     q.group = q.bases = -1;
   }
   // As TokenwisePages.
-  DEV void attend(const DecodeArguments& a, const PackedRange& w, int head, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
+  static constexpr bool EARLY_REFILL = false;
+  template <class Refill> DEV void attend(const DecodeArguments& a, const PackedRange& w, int head, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax, Refill) {
     q.enter_chunk(a, at, lane);
     if (at + 16 * CHUNK_TILES <= min(w.keys, w.values) || w.keys == w.values) {
-      attend_chunk(a, w, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(page_head, tile, lane, q, softmax, a.cap, s); }, []() {});
+      attend_chunk(a, w, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(page_head, tile, lane, q, softmax, a.cap, s); }, []() {}, []() {});
     } else {
 #pragma unroll 1
       for (int i = 0; i < CHUNK_TILES; i += MIXED_TILES)

@@ -112,7 +112,8 @@ struct ProductVQPages {
     ring.await_page();
   }
   // As TokenwisePages.
-  DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
+  static constexpr bool EARLY_REFILL = false;
+  template <class Refill> DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax, Refill) {
     const int g = lane >> 2, t = lane & 3;
     float s[CHUNK_TILES][LANE_HEADS][2];
 #pragma unroll

@@ -72,7 +72,7 @@ template <int N> struct TokenValues {
     return largest();
   }
   // O^T += V^T P^T, for P in x.
-  template <class PageHead> DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], PageHead page_head, int tile, int lane) const {
+  template <class PageHead, class After> DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], PageHead page_head, int tile, int lane, After after_loads) const {
     const int g = lane >> 2;
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -95,6 +95,7 @@ template <int N> struct TokenValues {
     for (int i = 0; i < N; i++) {
       Values codes;
       load_codes(codes, page_head, tile + i, lane);
+      if (i == N - 1) after_loads();
       u32 b[COLUMN_TILES][2];
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++)
@@ -171,7 +172,7 @@ template <int N> struct GroupValues {
     }
     return largest();
   }
-  DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], const u8* page_head, int tile, int lane) const {
+  template <class After> DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], const u8* page_head, int tile, int lane, After after_loads) const {
     const int g = lane >> 2;
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -186,6 +187,7 @@ template <int N> struct GroupValues {
     for (int i = 0; i < N; i++) {
       Values codes;
       codes.load(page_head, tile + i, lane);
+      if (i == N - 1) after_loads();
       u32 own[COLUMN_TILES][2];
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++) {
@@ -238,27 +240,29 @@ template <int N> DEV void mask_scores(float s[N][LANE_HEADS][2], int at, int fir
     }
 }
 
-// Attends to one chunk of at most 64 tokens of a page: S by scores(s), softmax update, O += P V. before_values() runs between the last two.
-template <class PageHead, class Scores, class Before> DEV void attend_chunk(const DecodeArguments& a, const PackedRange& packed, PageHead page_head, int tile, int at, int first, int last, int lane, OnlineSoftmax& softmax, Scores scores, Before before_values) {
+// Attends to one chunk of at most 64 tokens of a page: S by scores(s), softmax update, O += P V. before_values() runs between the last two,
+// after_loads() when nothing more of the chunk is read.
+template <class PageHead, class Scores, class Before, class After> DEV void attend_chunk(const DecodeArguments& a, const PackedRange& packed, PageHead page_head, int tile, int at, int first, int last, int lane, OnlineSoftmax& softmax, Scores scores, Before before_values, After after_loads) {
   float s[CHUNK_TILES][LANE_HEADS][2];
   scores(s);
   PageValues<CHUNK_TILES> values;
   float largest = load_scales_of(values, page_head, tile, lane, softmax.norm);
   const bool cut = at < first || at + 16 * CHUNK_TILES > last;
   if (cut) {
-    largest = mask_scales_of(values, at, first, last, lane, softmax.norm);
-    mask_scores<CHUNK_TILES>(s, at, first, last, lane);
+    const int from = not_before(at);
+    largest = mask_scales_of(values, from, first, last, lane, softmax.norm);
+    mask_scores<CHUNK_TILES>(s, from, first, last, lane);
   }
   if constexpr (QUERIES > 1)
     if (packed.uneven(at)) mask_packed_rows<CHUNK_TILES>(s, RowLimits(packed.work, a.sliding_window, packed.row), lane, [&](int i, int r) { return at + i * 16 + r * 8 + (lane >> 2); });
   softmax.update<CHUNK_TILES>(s, largest, [&](float norm) {
     if constexpr (!PageValues<CHUNK_TILES>::SCALED) return values.largest() * norm;
     float x = load_scales_of(values, page_head, tile, lane, norm);
-    if (cut) x = mask_scales_of(values, at, first, last, lane, norm);
+    if (cut) x = mask_scales_of(values, not_before(at), first, last, lane, norm);
     return x;
   });
   before_values();
   if constexpr (CENTROID_PRODUCTS) add_centroids<CHUNK_TILES>(softmax, s, page_head, tile, lane);
   if constexpr (CENTROID_SUMS) add_to_sums<CHUNK_TILES>(softmax, s, page_head, tile, lane);
-  values.accumulate(softmax, s, page_head, tile, lane);
+  values.accumulate(softmax, s, page_head, tile, lane, after_loads);
 }

@@ -32,28 +32,26 @@ struct PageRing {
   DEV void list(const s64* block_table, const u8* head_pages, const WarpRange& range) {
     table = pointer_register((const u8*)(block_table + range.page)), pages = pointer_register(head_pages);
 #pragma unroll
-    for (int i = 0; i <= STAGES; i++) upcoming[i] = range.page + i < range.page_end ? number(i) : 0u;
+    for (int i = 0; i <= STAGES; i++) upcoming[i] = load_global(table + i * sizeof(s64), range.page + i < range.page_end, 0u);
   }
-  DEV u32 number(int i) const { return load_global(table + i * sizeof(s64)); }
-  DEV void copy(u32 to, u32 page, u32 barrier, int lane) {
-    copy_stage<PAGE_HEAD_BYTES, Config::PAGES_ONCE>(to, pages + (u64)page * (Config::KV_HEADS * PAGE_HEAD_BYTES), barrier, lane);
+  DEV void copy(u32 to, u32 page, u32 barrier, int lane, bool wanted) {
+    copy_stage<PAGE_HEAD_BYTES, Config::PAGES_ONCE>(to, pages + (u64)page * (Config::KV_HEADS * PAGE_HEAD_BYTES), barrier, lane, wanted);
   }
   DEV void fill(const WarpRange& range, int lane) {
     u32 barrier = next_barrier;
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
-      if (range.page + i < range.page_end) copy(room + (read + i) % STAGES * PAGE_HEAD_BYTES, upcoming[i], barrier, lane);
-      else no_copy();
+      copy(room + (read + i) % STAGES * PAGE_HEAD_BYTES, upcoming[i], barrier, lane, range.page + i < range.page_end);
       barrier = step(barrier, read + i);
     }
   }
-  // The warp has read the page: the one STAGES later takes its place, and arrives at its barrier.
-  DEV void refill(int page, const WarpRange& range, int lane) {
+  // The warp has read the page: the one STAGES later takes its place, and arrives at its barrier. Without branches, so that what does not wait for the copy may come
+  // between. Nothing happens where the page is not `done`.
+  DEV void refill(int page, const WarpRange& range, int lane, bool done = true) {
     release_stage();
-    if (page + STAGES < range.page_end) {
-      copy(at, upcoming[STAGES], STAGES == 2 ? next_barrier ^ 8 : next_barrier + (stage == STAGES - 1 ? 8 * (STAGES - 1) : -8), lane);
-      if (page + STAGES + 1 < range.page_end) upcoming[STAGES] = number(STAGES + 1);
-    } else no_copy();
-    table += sizeof(s64);
+    const u32 own = STAGES == 2 ? next_barrier ^ 8 : next_barrier + (stage == STAGES - 1 ? 8 * (STAGES - 1) : -8);
+    copy(at, upcoming[STAGES], own, lane, done && page + STAGES < range.page_end);
+    upcoming[STAGES] = load_global(table + (STAGES + 1) * sizeof(s64), done && page + STAGES + 1 < range.page_end, upcoming[STAGES]);
+    table += done ? sizeof(s64) : 0;
   }
 };

@@ -156,9 +156,15 @@ template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, Page
     for (int tile = 0; tile < PAGE_TILES; tile += CHUNK_TILES) {
       const int at = Config::ORIGIN + (packed.page + page) * Config::PAGE_TOKENS + tile * 16;
       if (PAGE_TILES > CHUNK_TILES && !Config::INDICES_IN_REGISTERS && (at + 16 * CHUNK_TILES <= packed.begin || at >= packed.end)) continue;
-      const auto attend = [&](int first, int last, bool final) { pages.attend(a, packed, rows.head, tile, at, first, last, lane, final, softmax); };
+      const auto attend = [&](int first, int last, bool final) {
+        pages.attend(a, packed, rows.head, tile, at, first, last, lane, final, softmax, [&]() {
+          if constexpr (PageAttention::EARLY_REFILL) ring.refill(page, range, lane, final);
+        });
+      };
       if constexpr (ROPE_BLOCK > 0) {
-        for (int first = max(at, packed.begin), end = min(at + 16 * CHUNK_TILES, packed.end); first < end;) {
+        int first = max(at, packed.begin);
+        const int end = min(at + 16 * CHUNK_TILES, packed.end);
+        do {  // a chunk has a token at least
           if (first >= rope_end) {
             rope_end = rope_block_end(a, first);
             query.load_block(pages, sh, a, rows, rope_block_of(a, first), lane);
@@ -166,12 +172,12 @@ template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, Page
           const int last = min(end, rope_end);
           attend(first, last, last == end);
           first = last;
-        }
+        } while (first < end);
       } else {
         attend(packed.begin, packed.end, true);
       }
     }
-    ring.refill(page, range, lane);
+    if constexpr (!PageAttention::EARLY_REFILL) ring.refill(page, range, lane);
   }
 }
 
