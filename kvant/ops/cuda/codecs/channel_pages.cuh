@@ -318,7 +318,7 @@ DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, i
         }
     }
   }
-  packed.accumulate(softmax, s, page_head, tile, lane);
+  packed.accumulate(softmax, s, page_head, tile, lane, []() {});
 }
 
 struct ChannelPages {
