@@ -289,9 +289,11 @@ DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, i
       for (int n = 0; n < LANE_HEADS; n++) s[i][n][0] = fmaxf(s[i][n][0], x[i][n][0]), s[i][n][1] = fmaxf(s[i][n][1], x[i][n][1]);
   }
   PageValues<MIXED_TILES> packed;
-  packed.load(page_head, tile, lane);
-  const float largest = packed.mask(at, first, min(values, last), lane);
-  softmax.update<MIXED_TILES>(s, largest * softmax.norm, [=](float norm) { return largest * norm; });
+  const auto load = [&](float norm) {  // the largest scale times norm
+    load_scales_of(packed, page_head, tile, lane, norm);
+    return mask_scales_of(packed, at, first, min(values, last), lane, norm);
+  };
+  softmax.update<MIXED_TILES>(s, load(softmax.norm), load);
   if (at + 16 * MIXED_TILES > values && values < last) {
     float x[MIXED_TILES][LANE_HEADS][2];
 #pragma unroll
