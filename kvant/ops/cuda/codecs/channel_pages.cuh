@@ -289,9 +289,11 @@ DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, i
       for (int n = 0; n < LANE_HEADS; n++) s[i][n][0] = fmaxf(s[i][n][0], x[i][n][0]), s[i][n][1] = fmaxf(s[i][n][1], x[i][n][1]);
   }
   PageValues<MIXED_TILES> packed;
-  packed.load(page_head, tile, lane);
-  const float largest = packed.mask(at, first, min(values, last), lane);
-  softmax.update<MIXED_TILES>(s, largest);
+  const auto load = [&](float norm) {  // the largest scale times norm
+    load_scales_of(packed, page_head, tile, lane, norm);
+    return mask_scales_of(packed, at, first, min(values, last), lane, norm);
+  };
+  softmax.update<MIXED_TILES>(s, load(softmax.norm), load);
   if (at + 16 * MIXED_TILES > values && values < last) {
     float x[MIXED_TILES][LANE_HEADS][2];
 #pragma unroll
@@ -318,7 +320,7 @@ DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, i
         }
     }
   }
-  packed.accumulate(softmax, s, page_head, tile, lane);
+  packed.accumulate(softmax, s, page_head, tile, lane, []() {});
 }
 
 struct ChannelPages {
@@ -343,14 +345,15 @@ struct ChannelPages {
   DEV void enter(PageRing& ring, bool) {
     ring.await();
     page_head = ring.bytes + ring.stage * PAGE_HEAD_BYTES;
-    ring.read++;
+    ring.advance();
     q.group = q.bases = -1;
   }
   // As TokenwisePages.
-  DEV void attend(const DecodeArguments& a, const PackedRange& w, int head, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
+  static constexpr bool EARLY_REFILL = false;
+  template <class Refill> DEV void attend(const DecodeArguments& a, const PackedRange& w, int head, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax, Refill) {
     q.enter_chunk(a, at, lane);
     if (at + 16 * CHUNK_TILES <= min(w.keys, w.values) || w.keys == w.values) {
-      attend_chunk(a, w, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(page_head, tile, lane, q, softmax, a.cap, s); }, []() {});
+      attend_chunk(a, w, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(page_head, tile, lane, q, softmax, a.cap, s); }, []() {}, []() {});
     } else {
 #pragma unroll 1
       for (int i = 0; i < CHUNK_TILES; i += MIXED_TILES)

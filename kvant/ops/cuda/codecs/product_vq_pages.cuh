@@ -16,7 +16,7 @@ struct CopiedIndices : PageRing {
   DEV void await_page() {
     await();
     page_head = address();
-    read++;
+    advance();
   }
   DEV void request_values(int, int) {}
   DEV void request_keys(int, bool, int) {}
@@ -112,7 +112,8 @@ struct ProductVQPages {
     ring.await_page();
   }
   // As TokenwisePages.
-  DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
+  static constexpr bool EARLY_REFILL = false;
+  template <class Refill> DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax, Refill) {
     const int g = lane >> 2, t = lane & 3;
     float s[CHUNK_TILES][LANE_HEADS][2];
 #pragma unroll
@@ -145,7 +146,7 @@ struct ProductVQPages {
     }
     if constexpr (QUERIES > 1)
       if (packed.uneven(at)) mask_packed_rows<CHUNK_TILES>(s, RowLimits(packed.work, a.sliding_window, packed.row), lane, [&](int i, int r) { return at + i * 16 + r * 8 + Ring::row_token(g); });
-    softmax.update<CHUNK_TILES>(s, 0.f);
+    softmax.update<CHUNK_TILES>(s, 0.f, [](float) { return 0.f; });
 #pragma unroll
     for (int i = 0; i < CHUNK_TILES; i++)
 #pragma unroll

@@ -7,6 +7,7 @@
 #include "include/overlay.cuh"
 
 template <int N> struct ScaledValues {
+  static constexpr bool SCALED = false;
   u32 w[VALUE_GROUPS][N][2];  // scale, and in the high half the minimum or zero point, of tokens g and g + 8
 
   DEV float largest() const {  // scale
@@ -37,7 +38,7 @@ template <int N> struct ScaledValues {
     return largest();
   }
   // O^T += V^T P^T, for P in x.
-  template <class PageHead> DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], PageHead page_head, int tile, int lane) const {
+  template <class PageHead, class After> DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], PageHead page_head, int tile, int lane, After after_loads) const {
     const int g = lane >> 2;
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -65,6 +66,7 @@ template <int N> struct ScaledValues {
     for (int i = 0; i < N; i++) {
       Values codes;
       codes.load(page_head, tile + i, lane);
+      if (i == N - 1) after_loads();
 #pragma unroll
       for (int j = 0; j < VALUE_GROUPS; j++) {
         u32 b[COLUMN_TILES][2];

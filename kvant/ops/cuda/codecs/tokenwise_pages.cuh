@@ -170,17 +170,19 @@ struct TokenwisePages {
   DEV void enter(PageRing& ring, bool more) {
     if (!PIPELINED) ring.await();
     page_head = {ring.address()};
-    ring.read++;
+    ring.advance();
     next = {ring.next_address()}, barrier = ring.barrier(), parity = ring.parity(), ready = true;
     if (PIPELINED) ready = !more || stage_ready(barrier, parity);
   }
-  // Attends to tokens [first, last) of the chunk of tiles from `tile` on, whose first token is `at`. `final`: nothing of the page comes after it.
-  DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool final, OnlineSoftmax& softmax) {
+  static constexpr bool EARLY_REFILL = PAGE_TILES == CHUNK_TILES && !PIPELINED;  // the stage is refilled when a chunk has been read, before its products are done
+  // Attends to tokens [first, last) of the chunk of tiles from `tile` on, whose first token is `at`. `final`: nothing of the page comes after it. refill() runs as soon
+  // as the chunk has been read.
+  template <class Refill> DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool final, OnlineSoftmax& softmax, Refill refill) {
     if (!PIPELINED) keys.load(page_head, tile, lane);
     attend_chunk(a, packed, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(keys, page_head, tile, lane, q, softmax, a.cap, s); }, [&]() {
       if (!PIPELINED || !final) return;
       if (!ready) await_stage<STAGES>(barrier, parity);
       keys.load(next, 0, lane);
-    });
+    }, refill);
   }
 };

@@ -17,44 +17,62 @@ template <class Codes, class PageHead> DEV void load_codes(Codes& codes, PageHea
 
 // Values with one scale (and minimum or zero point) a token: V = scale * (code - TOP / 2) + rest. The accumulators end up with centred
 // codes (unscale_accumulators), so rest = scale * (TOP / 2 - zero), or min + scale * TOP / 2. P is multiplied by scale * norm, z collects
-// P * rest. Values of a table of levels (codecs/levels.cuh) have no rest, and their numbers no 1024.
+// P * rest. Values of a table of levels (codecs/levels.cuh) have no rest, and their numbers no 1024. A sign of the scale says that the value had its mean subtracted (FLAG).
 template <int N> struct TokenValues {
-  float scale[N][2], rest[N][2], flag[N][2];
+  static constexpr bool SCALED = true;  // scales are held times norm
+  float scale[N][2], rest[N][2];
 
-  // Returns the largest scale that the lane sees.
-  template <class PageHead> DEV float load(PageHead page_head, int tile, int lane) {
-    float largest = 0.f;
+  // Returns the largest scale times norm that the lane sees.
+  template <class PageHead> DEV float load(PageHead page_head, int tile, int lane, float norm) {
+    constexpr bool PAIRS = Value::SCALE_FORM == ScaleForm::SCALE && Value::SCALE_TYPE == ElementType::BF16;  // magnitudes are compared two at a time
+    const float by = norm * (Value::SCALE_FORM == ScaleForm::SCALE ? Values::STEP : 1.f);
+    const int place = (lane >> 2) * (Config::PAGE_TOKENS / 8) + tile * 2;
+    if constexpr (PAIRS) {
+      u32 most = 0u;
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        u32 x;
+        load_words<1>(&x, page_head + (Value::SCALE_OFFSET + (place + 2 * i) * 2));
+        scale[i][0] = bf16_low(x) * by, scale[i][1] = bf16_high(x) * by;
+        most = bf16_pair_max_magnitude(x, most);
+      }
+      return fmaxf(bf16_low(most), bf16_high(most)) * by;
+    }
 #pragma unroll
     for (int i = 0; i < N; i++) {
       Scales value[2];
-      load_scales<Value::SCALE_FORM, Value::SCALE_TYPE>(value, page_head + Value::SCALE_OFFSET, (lane >> 2) * (Config::PAGE_TOKENS / 8) + (tile + i) * 2);
+      load_scales<Value::SCALE_FORM, Value::SCALE_TYPE>(value, page_head + Value::SCALE_OFFSET, place + 2 * i);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const float v = Value::SCALE_FORM == ScaleForm::SCALE ? fabsf(value[r].scale) * Values::STEP : value[r].scale;
-        scale[i][r] = v;
+        const float v = value[r].scale;
+        scale[i][r] = v * by;
         if (Value::SCALE_FORM == ScaleForm::SCALE_MIN) rest[i][r] = fmaf(Values::TOP * 0.5f, v, value[r].zero);
         if (Value::SCALE_FORM == ScaleForm::SCALE_ZERO) rest[i][r] = v * (Values::TOP * 0.5f - value[r].zero);
-        flag[i][r] = Value::FLAG && __float_as_int(value[r].scale) < 0 ? 1.f : 0.f;
-        largest = fmaxf(largest, v);
       }
     }
-    return largest;
+    return largest();
   }
-  // Masks tokens outside [first, last); `at` is the first token of the tiles. Returns the largest scale that is left.
+  // Floats that are not negative are ordered as integers are, of which one instruction takes the largest of three.
+  DEV float largest() const {
+    int most = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      most = max(max(most, __float_as_int(Value::SCALE_FORM == ScaleForm::SCALE ? fabsf(scale[i][0]) : scale[i][0])), __float_as_int(Value::SCALE_FORM == ScaleForm::SCALE ? fabsf(scale[i][1]) : scale[i][1]));
+    return __int_as_float(most);
+  }
+  // Masks tokens outside [first, last); `at` is the first token of the tiles. Returns the largest scale that is left, times norm.
   DEV float mask(int at, int first, int last, int lane) {
-    float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < N; i++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int position = at + i * 16 + r * 8 + (lane >> 2);
-        if (position < first || position >= last) scale[i][r] = rest[i][r] = flag[i][r] = 0.f;
-        largest = fmaxf(largest, scale[i][r]);
+        if (position < first || position >= last) scale[i][r] = rest[i][r] = 0.f;
       }
-    return largest;
+    return largest();
   }
   // O^T += V^T P^T, for P in x.
-  template <class PageHead> DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], PageHead page_head, int tile, int lane) const {
+  template <class PageHead, class After> DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], PageHead page_head, int tile, int lane, After after_loads) const {
     const int g = lane >> 2;
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -63,8 +81,8 @@ template <int N> struct TokenValues {
 #pragma unroll
         for (int n = 0; n < LANE_HEADS; n++) {
           if (Value::SCALE_FORM != ScaleForm::SCALE) softmax.z[n] = fmaf(x[i][n][r], rest[i][r], softmax.z[n]);
-          if (Value::FLAG) softmax.flags[n] = fmaf(x[i][n][r], flag[i][r], softmax.flags[n]);
-          x[i][n][r] *= scale[i][r] * softmax.norm;
+          if (Value::FLAG && __float_as_int(scale[i][r]) < 0) softmax.flags[n] += x[i][n][r];
+          x[i][n][r] *= Value::SCALE_FORM == ScaleForm::SCALE ? fabsf(scale[i][r]) : scale[i][r];
         }
     Probs<N> p;
     p.set(x);
@@ -77,6 +95,7 @@ template <int N> struct TokenValues {
     for (int i = 0; i < N; i++) {
       Values codes;
       load_codes(codes, page_head, tile + i, lane);
+      if (i == N - 1) after_loads();
       u32 b[COLUMN_TILES][2];
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++)
@@ -96,6 +115,7 @@ template <int N> struct TokenValues {
 // Values with a scale and a minimum for each of VALUE_GROUPS groups of channels. P is multiplied by a group's scales where it lies as a B operand,
 // tokens 2t and 2t + 1 a register; P times the minima is one more MMA (MINIMA_BY_TILE).
 template <int N> struct GroupValues {
+  static constexpr bool SCALED = false;
   static constexpr int STEPS = Probs<N>::STEPS, LEAST = MINIMA_BY_TILE ? STEPS : N;
   u32 scale[VALUE_GROUPS][STEPS][2], least[LEAST][2];
 
@@ -152,7 +172,7 @@ template <int N> struct GroupValues {
     }
     return largest();
   }
-  DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], const u8* page_head, int tile, int lane) const {
+  template <class After> DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], const u8* page_head, int tile, int lane, After after_loads) const {
     const int g = lane >> 2;
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -167,6 +187,7 @@ template <int N> struct GroupValues {
     for (int i = 0; i < N; i++) {
       Values codes;
       codes.load(page_head, tile + i, lane);
+      if (i == N - 1) after_loads();
       u32 own[COLUMN_TILES][2];
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++) {
@@ -196,6 +217,15 @@ template <bool SEVERAL, int N> struct ValuesOf { using type = TokenValues<N>; };
 template <int N> struct ValuesOf<true, N> { using type = Select<SCALED_PROBS, ScaledValues<N>, GroupValues<N>>; };
 template <int N> using PageValues = typename ValuesOf<(VALUE_GROUPS > 1), N>::type;
 
+// Scales of N tiles of values, and the largest of them times norm.
+template <class V, class PageHead> DEV float load_scales_of(V& values, PageHead page_head, int tile, int lane, float norm) {
+  if constexpr (V::SCALED) return values.load(page_head, tile, lane, norm);
+  else return values.load(page_head, tile, lane) * norm;
+}
+template <class V> DEV float mask_scales_of(V& values, int at, int first, int last, int lane, float norm) {
+  return values.mask(at, first, last, lane) * (V::SCALED ? 1.f : norm);
+}
+
 // --- a chunk of a page ----------------------------------------------------------------------------------------------------
 
 // Tokens outside [first, last) get S = minus infinity: past its ends a page may hold anything.
@@ -210,21 +240,29 @@ template <int N> DEV void mask_scores(float s[N][LANE_HEADS][2], int at, int fir
     }
 }
 
-// Attends to one chunk of at most 64 tokens of a page: S by scores(s), softmax update, O += P V. before_values() runs between the last two.
-template <class PageHead, class Scores, class Before> DEV void attend_chunk(const DecodeArguments& a, const PackedRange& packed, PageHead page_head, int tile, int at, int first, int last, int lane, OnlineSoftmax& softmax, Scores scores, Before before_values) {
+// Attends to one chunk of at most 64 tokens of a page: S by scores(s), softmax update, O += P V. before_values() runs between the last two,
+// after_loads() when nothing more of the chunk is read.
+template <class PageHead, class Scores, class Before, class After> DEV void attend_chunk(const DecodeArguments& a, const PackedRange& packed, PageHead page_head, int tile, int at, int first, int last, int lane, OnlineSoftmax& softmax, Scores scores, Before before_values, After after_loads) {
   float s[CHUNK_TILES][LANE_HEADS][2];
   scores(s);
   PageValues<CHUNK_TILES> values;
-  float largest = values.load(page_head, tile, lane);
-  if (at < first || at + 16 * CHUNK_TILES > last) {
-    largest = values.mask(at, first, last, lane);
-    mask_scores<CHUNK_TILES>(s, at, first, last, lane);
+  float largest = load_scales_of(values, page_head, tile, lane, softmax.norm);
+  const bool cut = at < first || at + 16 * CHUNK_TILES > last;
+  if (cut) {
+    const int from = not_before(at);
+    largest = mask_scales_of(values, from, first, last, lane, softmax.norm);
+    mask_scores<CHUNK_TILES>(s, from, first, last, lane);
   }
   if constexpr (QUERIES > 1)
     if (packed.uneven(at)) mask_packed_rows<CHUNK_TILES>(s, RowLimits(packed.work, a.sliding_window, packed.row), lane, [&](int i, int r) { return at + i * 16 + r * 8 + (lane >> 2); });
-  softmax.update<CHUNK_TILES>(s, largest);
+  softmax.update<CHUNK_TILES>(s, largest, [&](float norm) {
+    if constexpr (!PageValues<CHUNK_TILES>::SCALED) return values.largest() * norm;
+    float x = load_scales_of(values, page_head, tile, lane, norm);
+    if (cut) x = mask_scales_of(values, not_before(at), first, last, lane, norm);
+    return x;
+  });
   before_values();
   if constexpr (CENTROID_PRODUCTS) add_centroids<CHUNK_TILES>(softmax, s, page_head, tile, lane);
   if constexpr (CENTROID_SUMS) add_to_sums<CHUNK_TILES>(softmax, s, page_head, tile, lane);
-  values.accumulate(softmax, s, page_head, tile, lane);
+  values.accumulate(softmax, s, page_head, tile, lane, after_loads);
 }

@@ -27,6 +27,13 @@ DEV void store_shared(u32 address, u32 x) { asm volatile("st.shared.u32 [%0], %1
 DEV void add_shared(u32 address, u32 x) { asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }  // atomic
 // A pointer pinned to registers: the compiler would compute it anew for every offset.
 DEV const u8* pointer_register(const u8* p) { const u8* x; asm volatile("mov.u64 %0, %1;" : "=l"(x) : "l"(p)); return x; }
+// A word of global memory, by a pointer that was pinned; `other`, without a branch, where it is not wanted.
+DEV u32 load_global(const u8* p, bool wanted, u32 other) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u32 %0, [%1];}" : "+r"(other) : "l"(p), "r"((u32)wanted));
+  return other;
+}
+// The same number, which the compiler does not know before it is here: it computes what follows from it in this branch alone.
+DEV int not_before(int x) { asm volatile("mov.b32 %0, %0;" : "+r"(x)); return x; }
 // 1, 2 or 4 words of global memory that nobody writes meanwhile and nobody reads again: they are not kept in the first-level cache.
 template <int N> DEV void load_once(u32* w, const u8* p) {
   if constexpr (N == 1) asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(w[0]) : "l"(p));
@@ -42,18 +49,19 @@ DEV void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEV void wait_prior_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEV void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;"); }
 // Copies BYTES bytes to address `to` of shared memory, by one instruction of one elected lane; they arrive at `barrier`, an mbarrier. Without a branch. ONCE: nobody
-// reads them again, so they leave the L2 cache before others (evict_first; the constant is what createpolicy makes for the whole of a copy).
-template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int) {
+// reads them again, so they leave the L2 cache before others (evict_first; the constant is what createpolicy makes for the whole of a copy). Nothing is copied where it
+// is not `wanted`.
+template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int, bool wanted = true) {
   if constexpr (ONCE)
-    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\n"
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; setp.ne.and.u32 p, %5, 0, p;\n"
                  "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
                  "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%2], [%3], %1, [%0], %4;}" ::"r"(barrier),
-                 "r"(BYTES), "r"(to), "l"(from), "l"(0x12F0000000000000ull) : "memory");
+                 "r"(BYTES), "r"(to), "l"(from), "l"(0x12F0000000000000ull), "r"((u32)wanted) : "memory");
   else
-    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\n"
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; setp.ne.and.u32 p, %4, 0, p;\n"
                  "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
                  "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %1, [%0];}" ::"r"(barrier),
-                 "r"(BYTES), "r"(to), "l"(from) : "memory");
+                 "r"(BYTES), "r"(to), "l"(from), "r"((u32)wanted) : "memory");
 }
 template <int STAGES> DEV void await_stage(u32 barrier, u32 parity) {
   u32 done = 0;
@@ -78,10 +86,10 @@ DEV void begin_copies(u64* barriers, int count, int lane) {
 #else
 DEV void wait_prior_grid() {}
 DEV void launch_dependent_grids() {}
-template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
+template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32, int lane, bool wanted = true) {
 #pragma unroll
   for (int o = 0; o < BYTES; o += 512)
-    if (BYTES % 512 == 0 || o + lane * 16 < BYTES)
+    if (wanted && (BYTES % 512 == 0 || o + lane * 16 < BYTES))
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + o + lane * 16), "l"(from + o + lane * 16) : "memory");
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

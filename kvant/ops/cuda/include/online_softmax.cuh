@@ -26,6 +26,10 @@ DEV float soft_cap(float x, float m, float cap) {
   else return x - m;
 }
 
+// The limit before the first score: it has a sign. Scores are compared as integers, of which -0.f is the least; among negative scores their order is another, but
+// none of those moves m later.
+constexpr float FRESH = SUM_LIMIT ? __builtin_bit_cast(float, 0xff800000u) : -0.f;
+
 struct OnlineSoftmax {
   float m[LANE_HEADS];      // reference of the exponents, log2; the same in all lanes of a head
   float l[LANE_HEADS];      // sum of P of the lane's tokens
@@ -37,7 +41,7 @@ struct OnlineSoftmax {
   u32 sums;                            // CENTROID_SUMS: address of the warp's sums of P by centroid, u32 [CENTROIDS][4 LANE_HEADS]
   float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row minima_row(group, column)
   float norm;                          // power of two: scale * norm <= 1 for every value so far, so that P times scale is an fp16 number
-  float limit[QUERIES > 1 ? LANE_HEADS : 1];  // scores above it move m: minus infinity before the first score, then HEADROOM (SUM_LIMIT: sums of P above it, then 2^HEADROOM). By query where each sees other tokens
+  float limit[QUERIES > 1 ? LANE_HEADS : 1];  // scores above it move m: FRESH before the first score, then HEADROOM (SUM_LIMIT: sums of P above it, then 2^HEADROOM). By query where each sees other tokens
 
   DEV static constexpr int head(int column_tile, int i) { return PQ ? column_tile : PAIRED ? 0 : 2 * column_tile + (i & 1); }  // of column i & 1 of an accumulator
 
@@ -62,26 +66,28 @@ struct OnlineSoftmax {
       for (int i = 0; i < ACC_TILES * ACC_STEPS * 4; i++) centroids[i / 4 / ACC_STEPS][i / 4 % ACC_STEPS][i % 4] = 0.f;
     norm = INITIAL_NORM;
 #pragma unroll
-    for (int h = 0; h < (QUERIES > 1 ? LANE_HEADS : 1); h++) limit[h] = minus_infinity();
+    for (int h = 0; h < (QUERIES > 1 ? LANE_HEADS : 1); h++) limit[h] = FRESH;
   }
 
-  // S = s + m in log2 becomes P = 2^s; l += P. Where a score is beyond the headroom, or a value's scale beyond norm, m and norm are moved; most of the
-  // time nothing happens. The powers are taken before that is known, which hides their latency.
-  template <int N> DEV void update(float s[N][LANE_HEADS][2], float largest_scale) {
-    if constexpr (SUM_LIMIT) return update_by_sums<N>(s, largest_scale);
-    float top[LANE_HEADS], any = minus_infinity(), p[N][LANE_HEADS][2];
+  // S = s + m in log2 becomes P = 2^s; l += P. `largest` is the largest scale of a value times norm, and again(norm) is that with another norm, by which the values' scales
+  // are multiplied from then on. Where a score is beyond the headroom, or a value's scale beyond norm, m and norm are moved; most of the time nothing happens. The powers are
+  // taken before that is known, which hides their latency.
+  template <int N, class Again> DEV void update(float s[N][LANE_HEADS][2], float largest, Again again) {
+    if constexpr (SUM_LIMIT) return update_by_sums<N>(s, largest, again);
+    float p[N][LANE_HEADS][2];
+    int any = __float_as_int(FRESH);
     [[maybe_unused]] bool beyond = false;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
-      top[h] = minus_infinity();
+      int top = __float_as_int(FRESH);  // of floats as integers: the largest, if one is positive
 #pragma unroll
-      for (int i = 0; i < N; i++) top[h] = fmaxf(top[h], fmaxf(s[i][h][0], s[i][h][1])), p[i][h][0] = exp2_(s[i][h][0]), p[i][h][1] = exp2_(s[i][h][1]);
-      if constexpr (QUERIES > 1) beyond = beyond || top[h] > limit[h % (QUERIES > 1 ? LANE_HEADS : 1)];
-      else any = fmaxf(any, top[h]);
+      for (int i = 0; i < N; i++) top = max(max(top, __float_as_int(s[i][h][0])), __float_as_int(s[i][h][1])), p[i][h][0] = exp2_(s[i][h][0]), p[i][h][1] = exp2_(s[i][h][1]);
+      if constexpr (QUERIES > 1) beyond = beyond || top > __float_as_int(limit[h % (QUERIES > 1 ? LANE_HEADS : 1)]);
+      else any = max(any, top);
       if constexpr (CENTROID_SUMS) beyond = beyond || l[h] > LARGEST_SUM;
     }
-    if (__any_sync(FULL, (QUERIES > 1 ? beyond : beyond || any > limit[0]) || (!PQ && largest_scale * norm > 1.f))) {
-      rescale<N>(s, top, largest_scale);
+    if (__any_sync(FULL, (QUERIES > 1 ? beyond : beyond || any > __float_as_int(limit[0])) || (!PQ && largest > 1.f))) {
+      rescale<N>(s, again);
 #pragma unroll
       for (int h = 0; h < LANE_HEADS; h++)
 #pragma unroll
@@ -94,7 +100,7 @@ struct OnlineSoftmax {
   }
   // The same with fewer instructions: a head's sum of P of the lane's tokens, which l needs anyway, is compared with the headroom instead of the largest score. The
   // sum is not smaller than the largest P.
-  template <int N> DEV void update_by_sums(float s[N][LANE_HEADS][2], float largest_scale) {
+  template <int N, class Again> DEV void update_by_sums(float s[N][LANE_HEADS][2], float largest, Again again) {
     float sum[LANE_HEADS], p[N][LANE_HEADS][2];
     const auto powers = [&]() {
 #pragma unroll
@@ -108,18 +114,11 @@ struct OnlineSoftmax {
       }
     };
     powers();
-    bool beyond = largest_scale * norm > 1.f;
+    bool beyond = largest > 1.f;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) beyond = beyond || sum[h] > limit[h];
     if (__any_sync(FULL, beyond)) {
-      float top[LANE_HEADS];
-#pragma unroll
-      for (int h = 0; h < LANE_HEADS; h++) {
-        top[h] = minus_infinity();
-#pragma unroll
-        for (int i = 0; i < N; i++) top[h] = fmaxf(top[h], fmaxf(s[i][h][0], s[i][h][1]));
-      }
-      rescale<N>(s, top, largest_scale);
+      rescale<N>(s, again);
       powers();
     }
 #pragma unroll
@@ -130,8 +129,9 @@ struct OnlineSoftmax {
     }
   }
   // Moves m so that the largest score is REFERENCE, and norm; multiplies sums and accumulators by 2^(m_old - m_new).
-  template <int N> DEV void rescale(float s[N][LANE_HEADS][2], float* top, float largest_scale) {
-    float ratio = 1.f, factor[LANE_HEADS];
+  template <int N, class Again> DEV void rescale(float s[N][LANE_HEADS][2], Again again) {
+    float ratio = 1.f, factor[LANE_HEADS], largest_scale = again(1.f);
+    bool seen = false;  // whether there is a score
 #pragma unroll
     for (int o = 1; o < 32 * !PQ; o <<= 1) largest_scale = fmaxf(largest_scale, __shfl_xor_sync(FULL, largest_scale, o));
     if (!PQ && largest_scale * norm > 1.f) {
@@ -140,9 +140,12 @@ struct OnlineSoftmax {
       ratio = __fdividef(wanted, norm);
       norm = wanted;
     }
+    again(norm);
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
-      float x = top[h];
+      float x = minus_infinity();
+#pragma unroll
+      for (int i = 0; i < N; i++) x = fmaxf(x, fmaxf(s[i][h][0], s[i][h][1]));
 #pragma unroll
       for (int o = 4; o < 32; o <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
       [[maybe_unused]] float most = l[h];
@@ -150,11 +153,12 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int o = 4; o < 32; o <<= 1) most = fmaxf(most, __shfl_xor_sync(FULL, most, o));
       float& bound = limit[QUERIES > 1 ? h : 0];
-      const bool fresh = bound < 0.f;
-      if (QUERIES > 1 && fresh && x == minus_infinity()) {  // this query has seen no token yet
+      const bool fresh = __float_as_int(bound) < 0;
+      if (fresh && x == minus_infinity()) {  // this query has seen no token yet
         factor[h] = 1.f;
         continue;
       }
+      seen = true;
       x -= REFERENCE;
       float by = fresh ? fmaxf(x, -1e30f) : fmaxf(x, 0.f);
       if (CENTROID_SUMS && most > LARGEST_SUM) by = fmaxf(by, SUM_STEP);
@@ -186,7 +190,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] *= own[2 * n + (i & 1)];
     }
-    if (QUERIES == 1) limit[0] = HEADROOM;
+    if (QUERIES == 1 && seen) limit[0] = HEADROOM;
   }
   // The sums of P by centroid, times 2^(m_old - m_new): lane (g, t) has centroids g, g + 8, ... of its heads.
   DEV void rescale_sums(const float* factor) {

@@ -383,7 +383,7 @@ DEV void attend_overlay(const DecodeArguments& a, const volatile SequenceWork& w
   overlay_scores<OVERLAY_TILES>(keys, a, from, first, last, lane, sh, rows, softmax, s);
   if (OVERLAY_TILES > 1 || !PAIRED) load_values();
   if constexpr (QUERIES > 1) mask_overlay_rows<OVERLAY_TILES>(s, from, RowLimits(w, a.sliding_window, tile.row), lane);
-  softmax.update<OVERLAY_TILES>(s, 0.f);
+  softmax.update<OVERLAY_TILES>(s, 0.f, [](float) { return 0.f; });
   if constexpr (PQ) {
 #pragma unroll
   for (int i = 0; i < OVERLAY_TILES; i++)

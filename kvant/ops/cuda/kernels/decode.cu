@@ -131,7 +131,7 @@ struct CtaQuery {
 using Query = Select<Config::QUERY_KERNEL, OperandQuery, Select<ROTATED_QUERIES, RotatedQuery<Keys>, CtaQuery>>;
 
 struct Shared : Query::Shared, MergeBuffers {
-  u64 barrier[WARPS][STAGES];
+  alignas(16) u64 barrier[WARPS][STAGES];
   SequenceWork work[WARPS];  // here, not in registers
 };
 
@@ -148,7 +148,7 @@ struct OverlayChunks {
 // A warp attends to its pages, chunk by chunk; with RoPE blocks, to the tokens of one block at a time.
 template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, PageAttention::Ring& ring, PageAttention& pages, Q& query, S& sh, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
                       OnlineSoftmax& softmax) {
-  [[maybe_unused]] int rope_block = -1;
+  [[maybe_unused]] int rope_end = -1;  // the token after the RoPE block at hand
   for (int page = range.page; page < range.page_end; page++) {
     ring.enter(page, range);
     pages.enter(ring, page + 1 < range.page_end);
@@ -156,22 +156,28 @@ template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, Page
     for (int tile = 0; tile < PAGE_TILES; tile += CHUNK_TILES) {
       const int at = Config::ORIGIN + (packed.page + page) * Config::PAGE_TOKENS + tile * 16;
       if (PAGE_TILES > CHUNK_TILES && !Config::INDICES_IN_REGISTERS && (at + 16 * CHUNK_TILES <= packed.begin || at >= packed.end)) continue;
-      const auto attend = [&](int first, int last, bool final) { pages.attend(a, packed, rows.head, tile, at, first, last, lane, final, softmax); };
+      const auto attend = [&](int first, int last, bool final) {
+        pages.attend(a, packed, rows.head, tile, at, first, last, lane, final, softmax, [&]() {
+          if constexpr (PageAttention::EARLY_REFILL) ring.refill(page, range, lane, final);
+        });
+      };
       if constexpr (ROPE_BLOCK > 0) {
-        for (int first = max(at, packed.begin), end = min(at + 16 * CHUNK_TILES, packed.end); first < end;) {
-          const int last = min(end, rope_block_end(a, first));
-          if (rope_block_of(a, first) != rope_block) {
-            rope_block = rope_block_of(a, first);
-            query.load_block(pages, sh, a, rows, rope_block, lane);
+        int first = max(at, packed.begin);
+        const int end = min(at + 16 * CHUNK_TILES, packed.end);
+        do {  // a chunk has a token at least
+          if (first >= rope_end) {
+            rope_end = rope_block_end(a, first);
+            query.load_block(pages, sh, a, rows, rope_block_of(a, first), lane);
           }
+          const int last = min(end, rope_end);
           attend(first, last, last == end);
           first = last;
-        }
+        } while (first < end);
       } else {
         attend(packed.begin, packed.end, true);
       }
     }
-    ring.refill(page, range, lane);
+    if constexpr (!PageAttention::EARLY_REFILL) ring.refill(page, range, lane);
   }
 }
 

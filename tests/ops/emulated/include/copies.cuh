@@ -19,7 +19,7 @@ DEV bool stage_ready(u32, u32) { return false; }
 DEV void wait_prior_grid() {}
 DEV void launch_dependent_grids() {}
 // Addresses of dynamic shared memory count from its beginning. Those of static shared memory, variables of this library, have the highest bit set.
-static u8 static_origin[16];
+alignas(16) static u8 static_origin[16];
 static const u8* shared_bytes(u32 address) { return address >> 31 ? static_origin + ((int)(address << 1) >> 1) : emulated_dynamic + address; }
 DEV u32 shared_address(const void* p) {
   const s64 offset = (const u8*)p - emulated_dynamic;
@@ -39,6 +39,8 @@ DEV u32 load_shared_half(u32 address) {
   return *(const u16*)(emulated_dynamic + address);
 }
 DEV const u8* pointer_register(const u8* p) { return p; }
+DEV u32 load_global(const u8* p, bool wanted, u32 other) { return wanted ? *(const u32*)p : other; }
+DEV int not_before(int x) { return x; }
 template <int N> DEV void load_once(u32* w, const u8* p) { memcpy(w, p, 4 * N); }
 DEV void store_shared(u32 address, u32 x) { memcpy((u8*)shared_bytes(address), &x, 4); }
 DEV void add_shared(u32 address, u32 x) { *(u32*)shared_bytes(address) += x; }  // a fiber runs until it waits
@@ -55,7 +57,8 @@ static void check_loads(u32 to, u32 bytes) {
 DEV void begin_copies(u64*, int, int) {}
 
 #if BULK
-template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int lane) {
+template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int lane, bool wanted = true) {
+  if (!wanted) return;
   check_loads(to, BYTES);
   if (lane == 0) {
     if (emulated_runs.count(barrier)) stop("a run is copied behind one that nobody awaited");
@@ -71,8 +74,8 @@ template <int STAGES> DEV void await_stage(u32 barrier, u32) {
   __syncwarp();
 }
 #else
-template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
-  for (int o = lane * 16; o < BYTES; o += 512) copy16(emulated_dynamic + to + o, from + o);
+template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32, int lane, bool wanted = true) {
+  for (int o = lane * 16; wanted && o < BYTES; o += 512) copy16(emulated_dynamic + to + o, from + o);
   current->copies.push_back({});
 }
 DEV void no_copy() { current->copies.push_back({}); }
