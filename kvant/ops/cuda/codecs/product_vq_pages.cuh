@@ -57,7 +57,7 @@ struct PageIndices {
   DEV void enter(int at, const WarpRange& range) {
     if (at + 2 < range.page_end) later = (u32)table[at + 2];
   }
-  DEV void refill(int, const WarpRange&, int) { page = address(next), next = later; }
+  DEV void refill(int, const WarpRange&, int, bool = true) { page = address(next), next = later; }
 
   DEV void await_page() {}
   // Of the chunk from `tile` on, and of the chunk after it; `more` says whether another page follows.
