@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvant.bench import attention
+from kvant.bench.synthetic import vectors
 from kvant.ops import reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
@@ -271,3 +272,24 @@ def test_a_launch_that_depends_on_the_one_before_comes_right_after_it(
     monkeypatch.setattr(emulated.Kernel, "launch", lambda *args: said.append("launch") or launch(*args))
     cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(seqs), scale=0.1)
     assert said == ["counters", *["launch"] * 3]  # of queries, attention and outputs
+
+
+@pytest.mark.parametrize("copies", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+def test_scores_of_minus_zero_are_scores(copies: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero vectors have a scale of zero in a table of levels. Where all scores of a warp's first page are -0.0, its weights still
+    count as much as those of later pages."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: copies)
+    monkeypatch.setattr(emulated.Kernel, "blocks", 1)
+    heads, dim, tokens = 2, 64, 256
+    for seed in range(4):
+        torch.manual_seed(seed)
+        cache, _ = filled("turboquant-4", heads, 1, dim, [], spare=4)
+        store, seq = cache.stores[0], cache.new()
+        key, value = (vectors(tokens, heads, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
+        key[:64] = value[:64] = 0
+        reference.append(store, key, value, cache.extend([seq], [tokens]), None)
+        query, batch = 3 * torch.randn(1, heads, dim).bfloat16(), cache.batch([seq])
+        expected = reference.decode(store, query.double(), batch, scale=dim**-0.5)
+        found, _ = cuda_decode.decode_with_lse(store, query, batch, scale=dim**-0.5, tuned=(("WARPS", 1),))
+        for head in range(heads):
+            assert relative_error(found[0, head].double(), expected[0, head]) < 5e-3

@@ -348,8 +348,8 @@ struct ChannelPages {
     ring.advance();
     q.group = q.bases = -1;
   }
+  static constexpr bool EARLY_REFILL = false;  // keys and values of a page may come from the page and the overlay
   // As TokenwisePages.
-  static constexpr bool EARLY_REFILL = false;
   template <class Refill> DEV void attend(const DecodeArguments& a, const PackedRange& w, int head, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax, Refill) {
     q.enter_chunk(a, at, lane);
     if (at + 16 * CHUNK_TILES <= min(w.keys, w.values) || w.keys == w.values) {

@@ -111,8 +111,8 @@ struct ProductVQPages {
     indices = &ring, more = another;
     ring.await_page();
   }
+  static constexpr bool EARLY_REFILL = false;  // PageIndices has no stages
   // As TokenwisePages.
-  static constexpr bool EARLY_REFILL = false;
   template <class Refill> DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax, Refill) {
     const int g = lane >> 2, t = lane & 3;
     float s[CHUNK_TILES][LANE_HEADS][2];

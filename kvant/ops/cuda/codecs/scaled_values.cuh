@@ -7,7 +7,7 @@
 #include "include/overlay.cuh"
 
 template <int N> struct ScaledValues {
-  static constexpr bool SCALED = false;
+  static constexpr bool SCALES_TIMES_NORM = false;
   u32 w[VALUE_GROUPS][N][2];  // scale, and in the high half the minimum or zero point, of tokens g and g + 8
 
   DEV float largest() const {  // scale

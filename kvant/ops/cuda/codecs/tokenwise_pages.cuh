@@ -174,7 +174,7 @@ struct TokenwisePages {
     next = {ring.next_address()}, barrier = ring.barrier(), parity = ring.parity(), ready = true;
     if (PIPELINED) ready = !more || stage_ready(barrier, parity);
   }
-  static constexpr bool EARLY_REFILL = PAGE_TILES == CHUNK_TILES && !PIPELINED;  // the stage is refilled when a chunk has been read, before its products are done
+  static constexpr bool EARLY_REFILL = PAGE_TILES == CHUNK_TILES && !PIPELINED;  // the stage is refilled once the last codes of values are loaded, before their products are done
   // Attends to tokens [first, last) of the chunk of tiles from `tile` on, whose first token is `at`. `final`: nothing of the page comes after it. refill() runs as soon
   // as the chunk has been read.
   template <class Refill> DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool final, OnlineSoftmax& softmax, Refill refill) {

@@ -17,9 +17,9 @@ template <class Codes, class PageHead> DEV void load_codes(Codes& codes, PageHea
 
 // Values with one scale (and minimum or zero point) a token: V = scale * (code - TOP / 2) + rest. The accumulators end up with centred
 // codes (unscale_accumulators), so rest = scale * (TOP / 2 - zero), or min + scale * TOP / 2. P is multiplied by scale * norm, z collects
-// P * rest. Values of a table of levels (codecs/levels.cuh) have no rest, and their numbers no 1024. A sign of the scale says that the value had its mean subtracted (FLAG).
+// P * rest. Values of a table of levels (codecs/levels.cuh) have no rest, and their numbers no 1024. FLAG: the sign bit of a scale marks a value whose mean was subtracted.
 template <int N> struct TokenValues {
-  static constexpr bool SCALED = true;  // scales are held times norm
+  static constexpr bool SCALES_TIMES_NORM = true;  // as they are held
   float scale[N][2], rest[N][2];
 
   // Returns the largest scale times norm that the lane sees.
@@ -52,7 +52,7 @@ template <int N> struct TokenValues {
     }
     return largest();
   }
-  // Floats that are not negative are ordered as integers are, of which one instruction takes the largest of three.
+  // Floats that are not negative are ordered as their bits are. Of integers one instruction takes the largest of three.
   DEV float largest() const {
     int most = 0;
 #pragma unroll
@@ -115,7 +115,7 @@ template <int N> struct TokenValues {
 // Values with a scale and a minimum for each of VALUE_GROUPS groups of channels. P is multiplied by a group's scales where it lies as a B operand,
 // tokens 2t and 2t + 1 a register; P times the minima is one more MMA (MINIMA_BY_TILE).
 template <int N> struct GroupValues {
-  static constexpr bool SCALED = false;
+  static constexpr bool SCALES_TIMES_NORM = false;
   static constexpr int STEPS = Probs<N>::STEPS, LEAST = MINIMA_BY_TILE ? STEPS : N;
   u32 scale[VALUE_GROUPS][STEPS][2], least[LEAST][2];
 
@@ -219,11 +219,12 @@ template <int N> using PageValues = typename ValuesOf<(VALUE_GROUPS > 1), N>::ty
 
 // Scales of N tiles of values, and the largest of them times norm.
 template <class V, class PageHead> DEV float load_scales_of(V& values, PageHead page_head, int tile, int lane, float norm) {
-  if constexpr (V::SCALED) return values.load(page_head, tile, lane, norm);
+  if constexpr (V::SCALES_TIMES_NORM) return values.load(page_head, tile, lane, norm);
   else return values.load(page_head, tile, lane) * norm;
 }
+// The same of those inside [first, last), after the others became zero.
 template <class V> DEV float mask_scales_of(V& values, int at, int first, int last, int lane, float norm) {
-  return values.mask(at, first, last, lane) * (V::SCALED ? 1.f : norm);
+  return values.mask(at, first, last, lane) * (V::SCALES_TIMES_NORM ? 1.f : norm);
 }
 
 // --- a chunk of a page ----------------------------------------------------------------------------------------------------
@@ -249,16 +250,16 @@ template <class PageHead, class Scores, class Before, class After> DEV void atte
   float largest = load_scales_of(values, page_head, tile, lane, softmax.norm);
   const bool cut = at < first || at + 16 * CHUNK_TILES > last;
   if (cut) {
-    const int from = not_before(at);
+    const int from = opaque(at);
     largest = mask_scales_of(values, from, first, last, lane, softmax.norm);
     mask_scores<CHUNK_TILES>(s, from, first, last, lane);
   }
   if constexpr (QUERIES > 1)
     if (packed.uneven(at)) mask_packed_rows<CHUNK_TILES>(s, RowLimits(packed.work, a.sliding_window, packed.row), lane, [&](int i, int r) { return at + i * 16 + r * 8 + (lane >> 2); });
   softmax.update<CHUNK_TILES>(s, largest, [&](float norm) {
-    if constexpr (!PageValues<CHUNK_TILES>::SCALED) return values.largest() * norm;
+    if constexpr (!PageValues<CHUNK_TILES>::SCALES_TIMES_NORM) return values.largest() * norm;
     float x = load_scales_of(values, page_head, tile, lane, norm);
-    if (cut) x = mask_scales_of(values, not_before(at), first, last, lane, norm);
+    if (cut) x = mask_scales_of(values, opaque(at), first, last, lane, norm);
     return x;
   });
   before_values();

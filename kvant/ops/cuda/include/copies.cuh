@@ -27,13 +27,13 @@ DEV void store_shared(u32 address, u32 x) { asm volatile("st.shared.u32 [%0], %1
 DEV void add_shared(u32 address, u32 x) { asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }  // atomic
 // A pointer pinned to registers: the compiler would compute it anew for every offset.
 DEV const u8* pointer_register(const u8* p) { const u8* x; asm volatile("mov.u64 %0, %1;" : "=l"(x) : "l"(p)); return x; }
-// A word of global memory, by a pointer that was pinned; `other`, without a branch, where it is not wanted.
-DEV u32 load_global(const u8* p, bool wanted, u32 other) {
+// The word of global memory at p where it is `wanted`, else `other`, without a branch; p need not be valid then.
+DEV u32 load_global_if(const u8* p, bool wanted, u32 other) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u32 %0, [%1];}" : "+r"(other) : "l"(p), "r"((u32)wanted));
   return other;
 }
-// The same number, which the compiler does not know before it is here: it computes what follows from it in this branch alone.
-DEV int not_before(int x) { asm volatile("mov.b32 %0, %0;" : "+r"(x)); return x; }
+// The same number, of which the compiler knows nothing: it does not move what depends on it out of a branch.
+DEV int opaque(int x) { asm volatile("mov.b32 %0, %0;" : "+r"(x)); return x; }
 // 1, 2 or 4 words of global memory that nobody writes meanwhile and nobody reads again: they are not kept in the first-level cache.
 template <int N> DEV void load_once(u32* w, const u8* p) {
   if constexpr (N == 1) asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(w[0]) : "l"(p));

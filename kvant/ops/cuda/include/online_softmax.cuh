@@ -26,8 +26,8 @@ DEV float soft_cap(float x, float m, float cap) {
   else return x - m;
 }
 
-// The limit before the first score: it has a sign. Scores are compared as integers, of which -0.f is the least; among negative scores their order is another, but
-// none of those moves m later.
+// The limit before the first score. Scores are compared as signed integers, of which -0.f is the least, so every score reaches it. Negative scores are in
+// reversed order then, but only scores above HEADROOM move m later.
 constexpr float FRESH = SUM_LIMIT ? __builtin_bit_cast(float, 0xff800000u) : -0.f;
 
 struct OnlineSoftmax {
@@ -41,7 +41,7 @@ struct OnlineSoftmax {
   u32 sums;                            // CENTROID_SUMS: address of the warp's sums of P by centroid, u32 [CENTROIDS][4 LANE_HEADS]
   float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row minima_row(group, column)
   float norm;                          // power of two: scale * norm <= 1 for every value so far, so that P times scale is an fp16 number
-  float limit[QUERIES > 1 ? LANE_HEADS : 1];  // scores above it move m: FRESH before the first score, then HEADROOM (SUM_LIMIT: sums of P above it, then 2^HEADROOM). By query where each sees other tokens
+  float limit[QUERIES > 1 ? LANE_HEADS : 1];  // scores that reach it move m: FRESH before the first score, then HEADROOM (SUM_LIMIT: sums of P above it, then 2^HEADROOM). By query where each sees other tokens
 
   DEV static constexpr int head(int column_tile, int i) { return PQ ? column_tile : PAIRED ? 0 : 2 * column_tile + (i & 1); }  // of column i & 1 of an accumulator
 
@@ -69,25 +69,25 @@ struct OnlineSoftmax {
     for (int h = 0; h < (QUERIES > 1 ? LANE_HEADS : 1); h++) limit[h] = FRESH;
   }
 
-  // S = s + m in log2 becomes P = 2^s; l += P. `largest` is the largest scale of a value times norm, and again(norm) is that with another norm, by which the values' scales
-  // are multiplied from then on. Where a score is beyond the headroom, or a value's scale beyond norm, m and norm are moved; most of the time nothing happens. The powers are
+  // S = s + m in log2 becomes P = 2^s; l += P. `largest` is the largest scale of a value times norm. reload_scales(norm) reads the values' scales again, times
+  // another norm, and returns the largest of them. Where a score reaches the headroom, or a value's scale beyond norm, m and norm are moved; most of the time nothing happens. The powers are
   // taken before that is known, which hides their latency.
-  template <int N, class Again> DEV void update(float s[N][LANE_HEADS][2], float largest, Again again) {
-    if constexpr (SUM_LIMIT) return update_by_sums<N>(s, largest, again);
+  template <int N, class Reload> DEV void update(float s[N][LANE_HEADS][2], float largest, Reload reload_scales) {
+    if constexpr (SUM_LIMIT) return update_by_sums<N>(s, largest, reload_scales);
     float p[N][LANE_HEADS][2];
     int any = __float_as_int(FRESH);
     [[maybe_unused]] bool beyond = false;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
-      int top = __float_as_int(FRESH);  // of floats as integers: the largest, if one is positive
+      int top = __float_as_int(FRESH);  // the largest score, if one is positive
 #pragma unroll
       for (int i = 0; i < N; i++) top = max(max(top, __float_as_int(s[i][h][0])), __float_as_int(s[i][h][1])), p[i][h][0] = exp2_(s[i][h][0]), p[i][h][1] = exp2_(s[i][h][1]);
-      if constexpr (QUERIES > 1) beyond = beyond || top > __float_as_int(limit[h % (QUERIES > 1 ? LANE_HEADS : 1)]);
+      if constexpr (QUERIES > 1) beyond = beyond || top >= __float_as_int(limit[h % (QUERIES > 1 ? LANE_HEADS : 1)]);
       else any = max(any, top);
       if constexpr (CENTROID_SUMS) beyond = beyond || l[h] > LARGEST_SUM;
     }
-    if (__any_sync(FULL, (QUERIES > 1 ? beyond : beyond || any > __float_as_int(limit[0])) || (!PQ && largest > 1.f))) {
-      rescale<N>(s, again);
+    if (__any_sync(FULL, (QUERIES > 1 ? beyond : beyond || any >= __float_as_int(limit[0])) || (!PQ && largest > 1.f))) {
+      rescale<N>(s, reload_scales);
 #pragma unroll
       for (int h = 0; h < LANE_HEADS; h++)
 #pragma unroll
@@ -100,7 +100,7 @@ struct OnlineSoftmax {
   }
   // The same with fewer instructions: a head's sum of P of the lane's tokens, which l needs anyway, is compared with the headroom instead of the largest score. The
   // sum is not smaller than the largest P.
-  template <int N, class Again> DEV void update_by_sums(float s[N][LANE_HEADS][2], float largest, Again again) {
+  template <int N, class Reload> DEV void update_by_sums(float s[N][LANE_HEADS][2], float largest, Reload reload_scales) {
     float sum[LANE_HEADS], p[N][LANE_HEADS][2];
     const auto powers = [&]() {
 #pragma unroll
@@ -118,7 +118,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) beyond = beyond || sum[h] > limit[h];
     if (__any_sync(FULL, beyond)) {
-      rescale<N>(s, again);
+      rescale<N>(s, reload_scales);
       powers();
     }
 #pragma unroll
@@ -129,9 +129,9 @@ struct OnlineSoftmax {
     }
   }
   // Moves m so that the largest score is REFERENCE, and norm; multiplies sums and accumulators by 2^(m_old - m_new).
-  template <int N, class Again> DEV void rescale(float s[N][LANE_HEADS][2], Again again) {
-    float ratio = 1.f, factor[LANE_HEADS], largest_scale = again(1.f);
-    bool seen = false;  // whether there is a score
+  template <int N, class Reload> DEV void rescale(float s[N][LANE_HEADS][2], Reload reload_scales) {
+    float ratio = 1.f, factor[LANE_HEADS], largest_scale = reload_scales(1.f);  // without norm, from which the new norm follows
+    bool seen = false;  // whether a head of the lane has a score above minus infinity
 #pragma unroll
     for (int o = 1; o < 32 * !PQ; o <<= 1) largest_scale = fmaxf(largest_scale, __shfl_xor_sync(FULL, largest_scale, o));
     if (!PQ && largest_scale * norm > 1.f) {
@@ -140,7 +140,7 @@ struct OnlineSoftmax {
       ratio = __fdividef(wanted, norm);
       norm = wanted;
     }
-    again(norm);
+    reload_scales(norm);
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
       float x = minus_infinity();

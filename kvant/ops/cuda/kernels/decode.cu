@@ -131,7 +131,7 @@ struct CtaQuery {
 using Query = Select<Config::QUERY_KERNEL, OperandQuery, Select<ROTATED_QUERIES, RotatedQuery<Keys>, CtaQuery>>;
 
 struct Shared : Query::Shared, MergeBuffers {
-  alignas(16) u64 barrier[WARPS][STAGES];
+  alignas(16) u64 barrier[WARPS][STAGES];  // aligned for PageRing::step
   SequenceWork work[WARPS];  // here, not in registers
 };
 
@@ -148,7 +148,7 @@ struct OverlayChunks {
 // A warp attends to its pages, chunk by chunk; with RoPE blocks, to the tokens of one block at a time.
 template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, PageAttention::Ring& ring, PageAttention& pages, Q& query, S& sh, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
                       OnlineSoftmax& softmax) {
-  [[maybe_unused]] int rope_end = -1;  // the token after the RoPE block at hand
+  [[maybe_unused]] int rope_end = -1;  // end (exclusive) of the RoPE block whose operand is loaded
   for (int page = range.page; page < range.page_end; page++) {
     ring.enter(page, range);
     pages.enter(ring, page + 1 < range.page_end);
@@ -164,7 +164,7 @@ template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, Page
       if constexpr (ROPE_BLOCK > 0) {
         int first = max(at, packed.begin);
         const int end = min(at + 16 * CHUNK_TILES, packed.end);
-        do {  // a chunk has a token at least
+        do {  // every chunk here has a token in [packed.begin, packed.end)
           if (first >= rope_end) {
             rope_end = rope_block_end(a, first);
             query.load_block(pages, sh, a, rows, rope_block_of(a, first), lane);

@@ -39,8 +39,8 @@ DEV u32 load_shared_half(u32 address) {
   return *(const u16*)(emulated_dynamic + address);
 }
 DEV const u8* pointer_register(const u8* p) { return p; }
-DEV u32 load_global(const u8* p, bool wanted, u32 other) { return wanted ? *(const u32*)p : other; }
-DEV int not_before(int x) { return x; }
+DEV u32 load_global_if(const u8* p, bool wanted, u32 other) { return wanted ? *(const u32*)p : other; }
+DEV int opaque(int x) { return x; }
 template <int N> DEV void load_once(u32* w, const u8* p) { memcpy(w, p, 4 * N); }
 DEV void store_shared(u32 address, u32 x) { memcpy((u8*)shared_bytes(address), &x, 4); }
 DEV void add_shared(u32 address, u32 x) { *(u32*)shared_bytes(address) += x; }  // a fiber runs until it waits
