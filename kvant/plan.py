@@ -28,6 +28,7 @@ UNITS = {"B": 1} | {
 
 SINK_SHARE = 32  # sink rows take one part in so many of the memory for pages ...
 SINK_ROWS = 16, 4096  # ... but at least and at most so many
+SPARE_ROWS = 4  # overlay rows of a server beyond one for each sequence, by default
 
 
 def sink_rows(memory: int, page_bytes: int, sink_bytes: int) -> int:

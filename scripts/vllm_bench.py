@@ -259,6 +259,8 @@ def record(result: dict[str, Any], kind: str, found: dict[str, Any]) -> str:
 
 
 def arguments() -> argparse.ArgumentParser:
+    from kvant.plan import SPARE_ROWS
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="int4,saw-int4,kvant-2,oscar", help="recipes of kvant")
     parser.add_argument(
@@ -303,7 +305,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=positive, help="default 36")
     parser.add_argument("--max-num-seqs", type=positive, help="default 64, or the largest --concurrency")
     parser.add_argument("--max-batched-tokens", type=positive, default=8192)
-    parser.add_argument("--spare-overlay-rows", "--spare-windows", type=int, default=4)
+    parser.add_argument("--spare-overlay-rows", "--spare-windows", type=int, default=SPARE_ROWS)
     parser.add_argument("--repeat", type=positive, default=1, help="runs of each measurement; the fastest counts")
     parser.add_argument(
         "--limit", type=float, metavar="S", help="a cache that takes longer is ended, and keeps what it has"

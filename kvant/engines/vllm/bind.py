@@ -33,7 +33,7 @@ from kvant.engines.vllm.options import PAGE_TOKENS, Options
 from kvant.layout import Layout, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
 from kvant.ops.registry import Op
-from kvant.plan import sink_rows
+from kvant.plan import SPARE_ROWS, sink_rows
 from kvant.recipe import Recipe
 from kvant.serving.layer_group import (
     LayerGroup,
@@ -51,7 +51,6 @@ from kvant.serving.warmup import LargestStep, warm_up
 
 Tensor = torch.Tensor
 logger = init_logger("vllm.kvant")
-SPARE_ROWS = 4  # overlay rows beyond one for each sequence, by default
 
 
 def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:

@@ -70,7 +70,7 @@ struct OnlineSoftmax {
   }
 
   // S = s + m in log2 becomes P = 2^s; l += P. `largest` is the largest scale of a value times norm. reload_scales(norm) reads the values' scales again, times
-  // another norm, and returns the largest of them. Where a score reaches the headroom, or a value's scale beyond norm, m and norm are moved; most of the time nothing happens. The powers are
+  // another norm, and returns the largest of them. Where a score reaches the headroom, or a scale times norm is above 1, m and norm are moved; most of the time nothing happens. The powers are
   // taken before that is known, which hides their latency.
   template <int N, class Reload> DEV void update(float s[N][LANE_HEADS][2], float largest, Reload reload_scales) {
     if constexpr (SUM_LIMIT) return update_by_sums<N>(s, largest, reload_scales);

@@ -6,11 +6,12 @@
 struct PageRing {
   static constexpr int BYTES = STAGES * PAGE_HEAD_BYTES;  // of shared memory
   u8* bytes;                 // [STAGES, PAGE_HEAD_BYTES] of this warp
-  u32 ring_address, next_barrier;  // addresses in shared memory: of the ring, and of the barrier that the next page arrives at; there is one for each stage
+  u32 ring_address;          // of the ring, in shared memory
+  u32 next_barrier;          // address of the barrier at which the next page arrives; each stage has one
   u32 read;                  // page heads that this warp has entered since the kernel began
   u32 stage, stage_address;  // of the page that is attended to
-  const u8* table;           // numbers of the pages from the one that is attended to on, s64,
-  const u8* pages;           // and the head's part of page 0
+  const u8* table;           // address of the block table's entry of the page that is attended to, s64
+  const u8* pages;           // the head's part of page 0
   u32 upcoming[STAGES + 1];  // page numbers that are copied next
 
   DEV void open(u8* stages, u64* barrier) { bytes = stages, ring_address = stage_address = shared_address_register(stages), next_barrier = shared_address_register(barrier), read = stage = 0; }
