@@ -327,8 +327,17 @@ class Layout:
         """Type of tokens kept in full precision: the model's, if it has 16 bits; what a server would hold otherwise."""
         return self.dtype if DTYPES[self.dtype].itemsize == 2 else "bfloat16"
 
+    def window_dtype(self, stream: StreamName) -> torch.dtype:
+        """Type in which the overlay holds a stream: `overlay_dtype`, or fp8 where the window says so."""
+        fp8 = self.recipe.streams[stream].window.window_dtype == "fp8"
+        return torch.float8_e4m3fn if fp8 else DTYPES[self.overlay_dtype]
+
+    def window_token_bytes(self, stream: StreamName) -> int:
+        """Bytes of a token of a stream in the overlay, all heads."""
+        return self.heads * self.head_dim * self.window_dtype(stream).itemsize
+
     def overlay_tokens(self, stream: StreamName) -> int:
-        """Full-precision tokens that a sequence holds of a stream."""
+        """Tokens of a sequence that the overlay holds of a stream."""
         window = self.recipe.streams[stream].window
         return window.sink + window.ring
 
@@ -339,17 +348,16 @@ class Layout:
 
     @property
     def overlay_bytes(self) -> int:
-        """Bytes of a sequence's full-precision windows, and of what correctors remember for it, in one layer."""
-        tokens = self.overlay_tokens("key") + self.overlay_tokens("value")
+        """Bytes of a sequence's windows, and of what correctors remember for it, in one layer."""
+        windows = sum(self.overlay_tokens(name) * self.window_token_bytes(name) for name in self.recipe.streams)
         states = (self.state_shape("key"), self.state_shape("value"))
         remembered = sum(math.prod(shape) for shape in states if shape is not None)
-        return self.heads * (tokens * self.head_dim * DTYPES[self.overlay_dtype].itemsize + 4 * remembered)
+        return windows + self.heads * 4 * remembered
 
     @property
     def sink_bytes(self) -> int:
-        """Bytes of a sequence's full-precision sinks in one layer."""
-        tokens = sum(stream.window.sink for stream in self.recipe.streams.values())
-        return self.heads * tokens * self.head_dim * DTYPES[self.overlay_dtype].itemsize
+        """Bytes of a sequence's sinks in the overlay, in one layer."""
+        return sum(s.window.sink * self.window_token_bytes(name) for name, s in self.recipe.streams.items())
 
     def pages_for(self, tokens: int) -> int:
         """Pages of a sequence of that many tokens."""

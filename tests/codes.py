@@ -341,7 +341,7 @@ def assert_same_codes(
         stream, layout = found.stores[0].stream(name), found.layout
         n, origin, window = len(k), layout.recipe.origin, stream.spec.window
         exact, off = stored_numbers(stream, x.float(), torch.arange(n))
-        rounded = DTYPES[layout.overlay_dtype]
+        rounded = layout.window_dtype(name)
         held = torch.tensor([p for p in range(n) if p < window.sink or p >= n - window.ring], dtype=torch.int64)
         if len(held):
             rows = overlay_index(window, held)

@@ -105,6 +105,9 @@ def test_fields_override_parts_of_both_streams_or_of_one() -> None:
         ("int4:recent=many", "recent must be int, got 'many'"),
         ("int4:clip=1.5", "clip must be a quantile"),
         ("int4:k.sink=4", "keys and values must keep the same sink tokens"),
+        ("int4:k.window_dtype=fp8", "only windows of values may be fp8 (v.window_dtype=fp8)"),
+        ("kvant-2:v.window_dtype=int8", "window_dtype must be one of model, fp8, got 'int8'"),
+        ("kivi-k2v2:v.window_dtype=fp8", "v.window_dtype=fp8 needs tokens that are coded one by one"),
         ("int4:flush=2", "flush must be 1 where every token is coded alone"),
     ],
 )

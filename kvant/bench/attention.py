@@ -63,17 +63,17 @@ class Work:
 def read_bytes(filled: Filled) -> int:
     """Bytes that one decode has to read: whole pages, and the overlay tokens of each stream."""
     layout, total = filled.cache.layout, 0
-    size = torch.finfo(getattr(torch, layout.overlay_dtype)).bits // 8
-    windows = [stream.window for stream in layout.recipe.streams.values()]
+    windows = {name: stream.window for name, stream in layout.recipe.streams.items()}
     for seq in filled.seqs:
         n = seq.length
-        first, ends = min(n, windows[0].sink), [window.packed_end(n) for window in windows]
-        last, origin = max(first, *ends), layout.recipe.origin
+        first = min(n, layout.recipe.key.window.sink)
+        ends = {name: window.packed_end(n) for name, window in windows.items()}
+        last, origin = max(first, *ends.values()), layout.recipe.origin
         pages = (
             -(-(last - origin) // layout.page_tokens) - (first - origin) // layout.page_tokens if last > first else 0
         )
-        full = sum(n - max(0, end - first) for end in ends)
-        total += pages * layout.page_bytes + full * layout.heads * layout.head_dim * size
+        full = sum((n - max(0, end - first)) * layout.window_token_bytes(name) for name, end in ends.items())
+        total += pages * layout.page_bytes + full
     return total
 
 

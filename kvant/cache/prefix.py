@@ -23,7 +23,6 @@ import torch
 
 from kvant.cache.pool import PagePool
 from kvant.cache.sequence import SLID_OUT, Sequence
-from kvant.codecs import DTYPES
 from kvant.layout import Layout, StreamName
 from kvant.layouts import Layouts
 from kvant.ops import LayerStore
@@ -124,7 +123,7 @@ class PrefixCache:
     @property
     def predicted_nbytes(self) -> int:
         layout = self.cache.layout
-        row = 2 * layout.heads * layout.head_dim * DTYPES[layout.overlay_dtype].itemsize
+        row = sum(layout.window_token_bytes(name) for name in layout.recipe.streams)
         return len(self.cache.stores) * row * sum(node.sink_rows for node in self._nodes.values())
 
     def root(self, salt: str) -> bytes:

@@ -36,7 +36,13 @@ FORMAT = "kvant-snapshot-1"
 HEADER_LIMIT = 100 << 20  # as safetensors has it
 CHUNK = 16 << 20  # bytes that are read or written at a time
 SUM = 8
-TYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+TYPES = {
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+}
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvant.codecs import DTYPES
 from kvant.layout import StreamName
 from kvant.ops.reference import read
-from kvant.ops.types import LayerStore, PagedBatch, without_overlay
+from kvant.ops.types import LayerStore, PagedBatch, as_held, without_overlay
 
 Tensor = torch.Tensor
 METRICS = ("attention_kl", "key_error", "value_error", "logit_error", "output_error")
@@ -62,13 +61,13 @@ def packed_form(store: LayerStore, name: StreamName, row: PagedBatch) -> Tensor:
 def read_forms(store: LayerStore, name: StreamName, exact: Tensor, row: PagedBatch) -> ReadForms:
     """A stream of one sequence as its pages hold it, and as its overlay would: exact [tokens, heads, head_dim] is what the model
     gave. Undefined where a page holds no codes yet."""
-    stream, overlay_dtype = store.stream(name), DTYPES[store.layout.overlay_dtype]
+    stream = store.stream(name)
     position = torch.arange(len(exact), device=exact.device)
     exact = exact.float()
     packed = packed_form(store, name, row)[: len(exact)]
     if not store.overlays[name].shape[1]:
         return ReadForms(exact, packed, packed)
-    rounded = stream.windowed(exact, position).to(overlay_dtype).float()
+    rounded = as_held(stream.windowed(exact, position), store.overlays[name].dtype).float()
     overlay = stream.inverse(stream.attended_window(rounded, position)[:, :, None])[:, :, 0]
     return ReadForms(exact, packed, overlay)
 

@@ -19,7 +19,7 @@ from kvant.codecs import DTYPES
 from kvant.correctors import Progress
 from kvant.layout import StreamName
 from kvant.ops.registry import register
-from kvant.ops.types import LayerStore, PagedBatch, one_query_each, prefill_each, queries_per_sequence
+from kvant.ops.types import LayerStore, PagedBatch, as_held, one_query_each, prefill_each, queries_per_sequence
 from kvant.recipe import Stream, Window
 
 Tensor = torch.Tensor
@@ -159,7 +159,7 @@ def _append_overlay(
         return
     keep = has_slot & ((position < window.sink) | (position >= batch.seq_lens[sequence] - window.ring))
     rows = overlay_index(window, position[keep])
-    overlay[batch.overlay_rows[sequence[keep]], rows] = kept[keep].to(overlay.dtype)
+    overlay[batch.overlay_rows[sequence[keep]], rows] = as_held(kept[keep], overlay.dtype)
 
 
 def overlay_index(window: Window, position: Tensor) -> Tensor:

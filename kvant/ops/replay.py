@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from kvant.codecs import DTYPES
 from kvant.layout import StreamName
 from kvant.ops.reference import masked_logits, mean_logits, overlay_index, read, softmax, token_share
-from kvant.ops.types import LayerStore, PagedBatch, some_sequences, without_overlay
+from kvant.ops.types import LayerStore, PagedBatch, as_held, some_sequences, without_overlay
 
 Tensor = torch.Tensor
 SCORES = 1 << 27  # attention scores that are held at a time; sequences beyond them come after
@@ -84,7 +83,7 @@ def _overlay(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch) 
     index = overlay_index(spec, at).clamp_max(overlay.shape[1] - 1)
     tokens = overlay[batch.overlay_rows[:, None], index[None, :]].float()
     tokens = torch.where(held[..., None, None], tokens, 0.0)
-    tokens[sequence, position] = stream.windowed(x.float(), position).to(DTYPES[store.layout.overlay_dtype]).float()
+    tokens[sequence, position] = as_held(stream.windowed(x.float(), position), overlay.dtype).float()
     held[sequence, position] = True
     return Overlay(stream.attended_window(tokens.transpose(0, 1), at).transpose(0, 1), held)
 

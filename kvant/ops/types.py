@@ -17,6 +17,7 @@ from kvant.transforms import BoundTransform
 
 Tensor = torch.Tensor
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 COUNTERS = 2  # zeros that decode in a CUDA graph needs per sequence and query head, at most: the last tile of heads may be short
 
 
@@ -319,7 +320,14 @@ def check_sink_logits(sink_logits: Tensor | None, query: Tensor) -> Tensor | Non
 
 def empty_overlay(layout: Layout, name: StreamName, overlay_rows: int, device: torch.device | str) -> Tensor:
     shape = overlay_rows, layout.overlay_tokens(name), layout.heads, layout.head_dim
-    return torch.empty(shape, dtype=DTYPES[layout.overlay_dtype], device=device)
+    return torch.empty(shape, dtype=layout.window_dtype(name), device=device)
+
+
+def as_held(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers as an overlay of this type holds them. fp8 has no infinity: what is beyond its largest number becomes that."""
+    if dtype == torch.float8_e4m3fn:
+        x = x.clamp(-FP8_MAX, FP8_MAX)
+    return x.to(dtype)
 
 
 def empty_states(layout: Layout, overlay_rows: int, device: torch.device | str) -> dict[StreamName, Tensor]:

@@ -52,7 +52,7 @@ def get(text: str | Recipe) -> Recipe:
 
     >>> import kvant
     >>> kvant.recipe("int4:sink=4,recent=64").key.window
-    Window(sink=4, recent=64, flush=1, rollback=0, shift=True)
+    Window(sink=4, recent=64, flush=1, rollback=0, shift=True, window_dtype='model')
     >>> kvant.recipe("int4:v.bits=2").value.codec.bits
     2
     """

@@ -25,6 +25,7 @@ from tests.calibrate.synthetic import rope_of
 from tests.codes import assert_same_codes
 from tests.conftest import make_layout, relative_error
 from tests.fitted import made_up_tensors
+from tests.ops.cuda.append_checks import FP8_WINDOW, fp8_numbers
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"nothing compiled: {library.missing()}")
 
@@ -209,6 +210,20 @@ def test_unquantized_pages_of_every_type(stored: str, dim: int, isa: str) -> Non
     q, (k, v) = torch.randn(6, 10, dim), torch.randn(2, 6, 2, dim)
     expected = reference.prefill(cache.stores[0], q.double(), k.double(), v.double(), batch, scale=0.125)
     assert relative_error(prefill(cache.stores[0], q, k, v, batch, scale=0.125), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_windows_of_values_as_fp8(dtype: str, isa: str) -> None:
+    layout = make_layout(FP8_WINDOW, dtype=dtype, device="cpu")
+    cache = PagedCache(layout, 1, implementation="cpu")
+    v = fp8_numbers(dtype).clamp(-4096, 4096)  # what a cache of a float16 model takes
+    cache.append(0, torch.randn(64, 2, 64).to(v.dtype), v, cache.extend([cache.new()], [64]))
+    expected = v.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    found = cache.stores[0].overlays["value"][cache.sequences[0].overlay_row]
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    store, q = cache.stores[0], torch.randn(1, 6, 64)
+    wanted = reference.decode(store, q.double(), cache.batch(cache.sequences), scale=0.125)
+    assert relative_error(decode(store, q, cache.batch(cache.sequences), scale=0.125), wanted) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -19,6 +19,7 @@ MIXED = [
     "million-2:recent=0",
     "vecinfer-2:sink=3,recent=9,v.recent=40",
     "million-4:sink=70,recent=0",
+    "vecinfer-2:sink=3,recent=9,v.window_dtype=fp8",
 ]
 
 

@@ -10,6 +10,7 @@ import torch
 from kvant import recipes
 from kvant.cache import PagedCache
 from kvant.ops import choose, implementations, reference
+from kvant.ops.types import as_held
 from kvant.recipe import spans
 from tests.calibrate.synthetic import rope_of
 from tests.conftest import dense_attention, make_layout, relative_error
@@ -20,6 +21,7 @@ TOKENWISE = [
     if not recipes.get(name).calibrated and not any(s.groupwise for s in recipes.get(name).streams.values())
 ]
 WINDOWED = ["int2:sink=5,recent=0", "int2:sink=0,recent=7", "saw-int4-kv:sink=3,recent=70,k.recent=9"]
+WINDOWED += ["int2:sink=3,recent=70,v.window_dtype=fp8"]
 
 
 def stored(cache: PagedCache, x: torch.Tensor, side: str, n: int, whole: bool = True) -> torch.Tensor:
@@ -30,7 +32,7 @@ def stored(cache: PagedCache, x: torch.Tensor, side: str, n: int, whole: bool = 
     out = torch.empty_like(y)
     for span in spans(cache.layout.recipe, n):
         part = slice(span.start, min(span.stop, len(x)))
-        full = y[part].to(getattr(torch, cache.layout.overlay_dtype)).float()
+        full = as_held(y[part], cache.layout.window_dtype(side)).float()  # type: ignore[arg-type]
         out[part] = coded[part] if getattr(span, side) == "packed" else full
     return stream.inverse(out[:, :, None, :])[:, :, 0]
 

@@ -96,8 +96,10 @@ def test_a_mean_taken_off_the_keys_leaves_no_trace(name: str, softcap: float | N
     cache.append(0, k[-1:], v[-1:], batch)
     found = cache.decode(0, q[-1:], batch, scale=0.3, softcap=softcap)
     wanted = dense_attention(q, k, v, 0.3, softcap=softcap)[-1:]
-    assert relative_error(found, wanted) < 0.02  # windows are bfloat16
-    assert relative_error(fed, wanted) < 0.02
+    # windows are bfloat16; fp8 loses 2.6 % of a number, root mean square
+    limit = 0.04 if cache.layout.window_dtype("value") == torch.float8_e4m3fn else 0.02
+    assert relative_error(found, wanted) < limit
+    assert relative_error(fed, wanted) < limit
 
 
 # --- positions --------------------------------------------------------------------------------------------------------

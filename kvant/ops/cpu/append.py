@@ -55,7 +55,6 @@ class CpuAppend(Derived):
         layout, rope = store.layout, store.key.rope
         call = structures.Append(heads=layout.heads, dim=layout.head_dim, page_tokens=layout.page_tokens)
         call.page_head_bytes, call.origin = layout.page_head_bytes, layout.recipe.origin
-        call.overlay_type = TYPES[layout.overlay_dtype]
         call.key, key_kept = stream_of(store, "key")
         call.value, value_kept = stream_of(store, "value")
         call.key_transform, key_more = _transform(store, "key")

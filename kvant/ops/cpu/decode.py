@@ -69,7 +69,6 @@ class CpuDecode(Derived):
         kept: list[object] = [*key_kept, *value_kept]
         origin = layout.recipe.origin
         call.page_head_bytes, call.origin = layout.page_head_bytes, origin
-        call.overlay_type = TYPES[layout.overlay_dtype]
         # Transforms are applied as matrices: for one query a fast Hadamard transform would not be faster.
         dual = matrix_of(store.key.transforms, "dual", layout, device)
         inverse = matrix_of(store.value.transforms, "inverse", layout, device)

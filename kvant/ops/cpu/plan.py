@@ -7,7 +7,7 @@ import torch
 from kvant.codecs import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cpu import library, structures
-from kvant.ops.cpu.structures import TYPES, Kind
+from kvant.ops.cpu.structures import FP8, TYPES, Kind
 from kvant.ops.fused import refuse_rope
 from kvant.ops.types import LayerStore
 
@@ -54,6 +54,7 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
     out.first = window.first
     out.overlay_tokens, out.group_tokens = layout.overlay_tokens(name), form.group_tokens
     out.raw_window = int(store.stream(name).spec.raw_window)
+    out.window_type = FP8 if window.window_dtype == "fp8" else TYPES[layout.overlay_dtype]
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 
 MAX_SECTIONS, MAX_SPANS = 8, 64
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+FP8 = 3  # of overlays alone
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -42,7 +43,7 @@ class Span(ctypes.Structure):
 class Stream(ctypes.Structure):
     _fields_ = [
         *_all(c_int32, "kind sections spans metas meta_fields meta_type"),
-        *_all(c_int32, "sink ring flush recent first overlay_tokens group_tokens raw_window"),
+        *_all(c_int32, "sink ring flush recent first overlay_tokens group_tokens raw_window window_type"),
         *_all(c_int32, "boosted subvector_dim books_heads books_subvectors book_bits centers index_bits"),
         *_all(c_int64, "meta_offset high_offset index_offset"),
         *_all(c_void_p, "mean books levels overlay ring_start"),
@@ -64,7 +65,7 @@ class Decode(ctypes.Structure):
         *_all(Stream, "key value"),
         *_all(c_void_p, "dual inverse inverse_offset mean_logit dual_limbs dual_scales"),
         ("page_head_bytes", c_int64),
-        *_all(c_int32, "heads dim page_tokens origin overlay_type"),
+        *_all(c_int32, "heads dim page_tokens origin"),
         *_all(
             c_int32, "dual_heads inverse_heads offset_heads rope_half rope_block rope_first split_tokens longest_split"
         ),
@@ -94,7 +95,7 @@ class Append(ctypes.Structure):
         *_all(Stream, "key value"),
         *_all(FusedTransform, "key_transform value_transform"),
         ("page_head_bytes", c_int64),
-        *_all(c_int32, "heads dim page_tokens origin overlay_type refused"),
+        *_all(c_int32, "heads dim page_tokens origin refused"),
         *_all(c_void_p, "batch pages"),
         ("overlay", c_void_p * 2),
         ("source", c_void_p * 2),

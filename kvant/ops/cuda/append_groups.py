@@ -107,6 +107,7 @@ class GroupPlan:
             **page_config(layout),
             "WARPS": WARPS,
             "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
+            "VALUE_WINDOW_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
             "ORIGIN": layout.recipe.origin,
             "SINK": window.sink,
             "KEY_GROUP": self.group,

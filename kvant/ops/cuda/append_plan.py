@@ -11,7 +11,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc, refusals
 from kvant.ops.cuda.arguments import Arguments, float32, int32, optional, pointer
 from kvant.ops.cuda.bands import all_bands, code_bands, code_offsets, level_edges
-from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config, scale_config
+from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config, scale_config, window_type
 
 WARPS = 8  # of a CTA of kvant_append
 STEP_WARPS = 16  # of a CTA of kvant_append_step: one for each of 16 tokens
@@ -174,6 +174,7 @@ class AppendPlan:
         config: dict[str, object] = {
             **page_config(self.layout),
             **overlay_config(self.layout),
+            "VALUE_WINDOW_TYPE": window_type(self.layout, "value"),
             "RAW_TYPE": ELEMENT_TYPES[self.raw],
             "WARPS": WARPS,
             "TILE_WARPS": self.tile_warps,

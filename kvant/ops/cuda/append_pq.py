@@ -12,7 +12,7 @@ from kvant.codecs.format import Codebook
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
-from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config
+from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config, window_type
 from kvant.ops.cuda.decode_matrices import Codebooks
 from kvant.ops.cuda.device import shared_memory
 from kvant.ops.cuda.transform_kv import transform_rows
@@ -85,6 +85,7 @@ class AppendPqPlan:
         config: dict[str, object] = {
             **page_config(self.layout),
             **overlay_config(self.layout),
+            "VALUE_WINDOW_TYPE": window_type(self.layout, "value"),
             "RAW_TYPE": ELEMENT_TYPES[self.raw],
             "ROWS": self.rows,
             "THREADS": THREADS,

@@ -27,6 +27,7 @@ class ElementType(enum.IntEnum):
     BF16 = 0
     FP16 = 1
     FP32 = 2
+    FP8 = 3  # e4m3; in overlays of values
 
 
 class ScaleForm(enum.IntEnum):
@@ -99,7 +100,8 @@ CONSTANTS: dict[str, Constant] = {
         RING="places of the overlay's ring of recent tokens, at least 1",
         RING_TOKENS="recent tokens that the ring holds; 0 without a ring",
         OVERLAY_TOKENS="tokens of an overlay row: SINK + RING_TOKENS; 0 without an overlay",
-        OVERLAY_TYPE="ElementType of the overlay",
+        OVERLAY_TYPE="ElementType of the overlay; where a program serves both streams, of its keys",
+        VALUE_WINDOW_TYPE="ElementType of the overlay of the values",
         RAW_WINDOW="1 where the overlay holds keys as the model gave them, 0 where as they are coded",
         RAW_TYPE="ElementType of the keys as the model gave them",
     ),
@@ -280,6 +282,12 @@ def page_config(layout: Layout) -> dict[str, object]:
     }
 
 
+def window_type(layout: Layout, name: StreamName) -> ElementType:
+    """The type in which the overlay holds a stream."""
+    fp8 = layout.recipe.streams[name].window.window_dtype == "fp8"
+    return ElementType.FP8 if fp8 else ELEMENT_TYPES[layout.overlay_dtype]
+
+
 def overlay_config(layout: Layout, name: StreamName = "key") -> dict[str, object]:
     """The constants of the overlay of a stream."""
     window = layout.recipe.streams[name].window
@@ -288,7 +296,7 @@ def overlay_config(layout: Layout, name: StreamName = "key") -> dict[str, object
         "RING": max(1, window.ring),
         "RING_TOKENS": window.ring,
         "OVERLAY_TOKENS": layout.overlay_tokens(name),
-        "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
+        "OVERLAY_TYPE": window_type(layout, name),
         "RAW_WINDOW": int(layout.recipe.streams[name].raw_window),
     }
 

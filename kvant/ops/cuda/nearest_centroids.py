@@ -112,6 +112,7 @@ class NearestPlan:
             "RING_TOKENS": 0,
             "OVERLAY_TOKENS": 0,
             "OVERLAY_TYPE": ELEMENT_TYPES["bfloat16"],
+            "VALUE_WINDOW_TYPE": ELEMENT_TYPES["bfloat16"],
             "WARPS": WARPS,
             "Key": self._stream("key", 0),
             "Value": self._stream("value", 1),

@@ -204,7 +204,12 @@ def _placed(name: str, x: Tensor | None, sink: int, sinks: Tensor | None = None)
             "words": tokens * token,
             "sink_words": min(sink, tokens) * token,
         }
-        assert x[0].is_contiguous() and not any(n % WORD for n in sizes.values()), (x.shape, x.stride(), x.dtype)
+        assert x[0].is_contiguous(), (x.shape, x.stride())
+        if any(n % WORD for n in sizes.values()):
+            raise ValueError(
+                f"a window of {name}s takes {sizes['words']} bytes a layer, and its sinks {sizes['sink_words']}; a server on a GPU "
+                f"moves {WORD} bytes at a time, and expects multiples of that: choose other numbers of sinks and recent tokens"
+            )
         found = {part: n // WORD for part, n in sizes.items()}
         assert sinks is None or (sinks.is_contiguous() and sinks[0, 0].nbytes == sizes["sink_words"]), (
             sinks.shape,

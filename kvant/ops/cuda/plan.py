@@ -17,6 +17,7 @@ from kvant.ops.cuda.config import (
     ScaleForm,
     page_config,
     scale_config,
+    window_type,
 )
 from kvant.ops.cuda.decode_arguments import (
     DecodeArguments,
@@ -72,7 +73,8 @@ class Plan(Geometry):
             "ORIGIN": layout.recipe.origin,
             "SINK": layout.recipe.key.window.sink,
             "OVERLAY_TOKENS": layout.overlay_tokens("key"),
-            "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
+            "OVERLAY_TYPE": window_type(layout, "key"),
+            "VALUE_WINDOW_TYPE": window_type(layout, "value"),
             "WARPS": self.warps,
             "TEAMS": self.teams,
             "TEAMS_BELOW": self.teams_below,

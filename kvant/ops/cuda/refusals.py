@@ -68,8 +68,10 @@ def refuse_layout(layout: Layout) -> str | None:
             return reason
     if layout.order != "fragment" and not pq:
         return f"it reads pages in fragment order: {layout.order_reason or 'the layout is plain'}"
-    if not key.is_channelwise and layout.recipe.key.window != layout.recipe.value.window:
+    if not key.is_channelwise and layout.recipe.key.window != layout.recipe.value.window.in_model_dtype:
         return "keys and values have different windows"
+    if pq and layout.recipe.value.window.window_dtype == "fp8":
+        return "beside indices of centroids it reads windows of values in 16 bits, and theirs are fp8"
     if dim > MAX_HEAD_DIM:
         return f"head_dim {dim} is more than {MAX_HEAD_DIM}"
     if layout.recipe.key.effective_rope_block and any(stream.is_residual for stream in layout.formats.values()):

@@ -63,6 +63,14 @@ ROTATED_INSIDE: list[tuple[str, int, int, dict[str, float]]] = [  # where decode
     ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
     ("kvant-2:rope_block=64,k.bits=2", 17, 64, {"first": 77}),
 ]
+FP8_WINDOWS: list[tuple[str, int, int, dict[str, float]]] = [  # of values
+    ("int4:sink=3,recent=70,v.window_dtype=fp8", 4, 80, {}),
+    ("int4:sink=3,recent=70,v.window_dtype=fp8", 9, 64, {}),
+    ("oscar:group=32,sink=3,recent=20,v.window_dtype=fp8", 2, 128, {"sliding_window": 150}),
+    ("int2:k.group=32,v.group=16,sink=3,recent=20,v.window_dtype=fp8", 4, 64, {}),
+    ("turboquant-3:sink=3,recent=20,v.window_dtype=fp8", 5, 64, {}),
+    ("saw-int4-kmeans:centroids=64,sink=3,recent=20,v.window_dtype=fp8", 4, 128, {}),
+]
 SCALES: list[tuple[str, int, int, dict[str, float]]] = [  # several scales a token
     ("int4:group=32", 4, 128, {}),
     ("oscar:group=64,sink=3,recent=20", 4, 128, {"sliding_window": 150}),

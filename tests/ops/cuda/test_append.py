@@ -17,7 +17,7 @@ from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import copy_rows
 from tests.conftest import make_layout
 from tests.needs import gpu, needs_gpu
-from tests.ops.cuda.append_checks import STEPS, beside_reference, check_step
+from tests.ops.cuda.append_checks import STEPS, assert_windows_close, beside_reference, check_fp8_windows, check_step
 from tests.ops.cuda.filling import filled, parts_of_one
 
 
@@ -34,6 +34,8 @@ from tests.ops.cuda.filling import filled, parts_of_one
         "saw-int4-kv:seed=3",
         "int8",
         "int2:sink=5,recent=70",
+        "int4:sink=5,recent=70,v.window_dtype=fp8",
+        "oscar:group=32,sink=3,recent=20,v.window_dtype=fp8",
         "quarot-int2-win",
         "int4:k.bits=2",
         "int3",
@@ -119,7 +121,7 @@ def test_append_writes_what_the_reference_writes(
     assert error < (2e-2 if coarse else 1e-3)
     for side in ("key", "value"):
         found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+        assert_windows_close(found, expected)
 
 
 @gpu
@@ -159,7 +161,7 @@ def test_tiles_are_multiplied_by_warpgroups_as_by_warps(
     assert bool((written[0][0] != 0xFF).any())
     assert float((written[0][0] != written[1][0]).double().mean()) < 2e-5
     for one, two in zip(written[0][1:], written[1][1:], strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-2, equal_nan=True)
+        assert_windows_close(one, two, equal_nan=True)
 
 
 @gpu
@@ -187,6 +189,15 @@ def test_padding_slots_write_nothing(tile_rows: int, monkeypatch: pytest.MonkeyP
     cuda_append.append(store, *torch.randn(2, 5, 2, 64, device="cuda", dtype=torch.bfloat16), batch)
     assert bool((store.pages == 0xFF).all())
     assert bool(store.overlays["key"].isnan().all())
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_windows_of_values_as_fp8(dtype: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
+    check_fp8_windows(dtype, "cuda")
 
 
 @gpu

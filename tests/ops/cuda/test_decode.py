@@ -12,6 +12,7 @@ from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import levels
 from tests.needs import gpu, needs_gpu
 from tests.ops.cuda.decode_cases import (
+    FP8_WINDOWS,
     HALVED,
     INDEX_LAUNCHES,
     LENGTHS,
@@ -86,7 +87,9 @@ def test_indices_go_to_registers_or_to_shared_memory(
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("name", "group", "dim", "options"), [*SCALES, *RESIDUAL, *LEVELS, *SPACES, *HALVED])
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "options"), [*SCALES, *FP8_WINDOWS, *RESIDUAL, *LEVELS, *SPACES, *HALVED]
+)
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
 @pytest.mark.parametrize("few", [False, True])
 def test_decode_of_several_scales_residuals_levels_and_spaces(

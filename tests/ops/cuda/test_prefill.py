@@ -28,6 +28,8 @@ HISTORIES = [
     "int4",
     "saw-int4",
     "oscar:sink=3,recent=20",
+    "int4:sink=3,recent=70,v.window_dtype=fp8",
+    "oscar:group=32,sink=3,recent=20,v.window_dtype=fp8",
     "kvant-2",
     "kvant-2:rope_block=100",
     "kvant-3",

@@ -77,6 +77,11 @@ def test_nothing_is_offered_on_a_cpu() -> None:
             "it reads residuals of centroids beside keys that are stored rotated, and theirs are unrotated by RoPE blocks",
         ),
         ("int2:k.recent=3", "keys and values have different windows"),
+        ("int2:sink=4,v.window_dtype=fp8", None),
+        (
+            "vecinfer-2:v.window_dtype=fp8",
+            "beside indices of centroids it reads windows of values in 16 bits, and theirs are fp8",
+        ),
         ("saw-int4", None),
         ("oscar", None),
         ("kvant-2", None),

@@ -12,7 +12,7 @@ from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import copy_rows, transform_kv
 from tests.needs import needs_compiler
 from tests.ops import emulated
-from tests.ops.cuda.append_checks import STEPS, check_step
+from tests.ops.cuda.append_checks import STEPS, check_fp8_windows, check_step
 from tests.ops.emulated.checks import check_append, filled
 
 pytestmark = needs_compiler
@@ -26,6 +26,9 @@ pytestmark = needs_compiler
         ("quarot-int2-win:sink=5,recent=70", 64),
         ("kvant-4-fast", 96),
         ("int8", 64),
+        ("int4:sink=3,recent=20,v.window_dtype=fp8", 80),
+        ("kvant-2:v.window_dtype=model", 64),
+        ("int2:group=32,sink=3,recent=20,v.window_dtype=fp8", 64),
         ("oscar:sink=3,recent=20", 64),
         ("int4:k.clip=0.6", 64),
         ("kvant-2", 64),
@@ -97,6 +100,9 @@ def test_a_step_starts_early_once_its_matrices_are_made(name: str, monkeypatch: 
         ("saw-int4-kv:order=2", 64, "float16", None),
         ("quarot-int2-win:sink=5,recent=70", 128, "bfloat16", None),
         ("int2:sink=70,recent=3", 64, "float16", None),
+        ("int4:sink=2,recent=9,v.window_dtype=fp8", 96, "float16", None),
+        ("oscar:group=64,sink=3,recent=20,v.window_dtype=fp8", 128, "bfloat16", None),
+        ("kvant-2:v.window_dtype=model", 128, "bfloat16", None),
         ("int4:k.bits=8,v.bits=2", 64, "bfloat16", None),
         ("kvant-4-fast", 128, "bfloat16", None),
         ("int4:zero=float,search=3", 64, "float16", None),
@@ -157,6 +163,14 @@ def test_tiles_of_which_some_channels_are_turned_are_appended_in_pairs(monkeypat
     monkeypatch.setattr(cuda_append, "_kernel", lambda *args: ran.append(args[-1]) or kernel(*args))
     check_append("kvant-2:rope_block=70", 64, ([5, 2, 64],), rotated=24)
     assert ran == [False]
+
+
+@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_windows_of_values_as_fp8(dtype: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the conversion of GPUs before sm_89, which is not that of later ones."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
+    check_fp8_windows(dtype, "cpu")
 
 
 @pytest.mark.parametrize("tile_rows", [1, 1 << 30])

@@ -16,6 +16,7 @@ from tests.conftest import relative_error
 from tests.needs import needs_compiler
 from tests.ops import emulated
 from tests.ops.cuda.decode_cases import (
+    FP8_WINDOWS,
     HALVED,
     LEVELS,
     RESIDUAL,
@@ -41,6 +42,7 @@ pytestmark = needs_compiler
         ("quarot-int2-win:sink=5,recent=70", 5, 64, {}),
         ("oscar:sink=3,recent=20", 2, 64, {"sliding_window": 150}),
         ("kvant-2:rope=post", 4, 64, {}),
+        *FP8_WINDOWS,
         *ROTATED,
         ("kvant-4-fast", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),

@@ -21,7 +21,7 @@ static void NAME(check)(Append *call, int64_t task, float *scratch) {
 /* Writes the key or value x of a position of sequence b to the overlay. */
 INLINE void store_overlay(const Append *call, const Stream *s, int64_t b, int head, int64_t position, const float *x) {
   const int64_t at = ((call->batch->overlay_rows[b] * s->overlay_tokens + overlay_index(s, position)) * call->heads + head) * call->dim;
-  for (int c = 0; c < call->dim; c++) store_one(s->overlay, at + c, call->overlay_type, x[c]);
+  for (int c = 0; c < call->dim; c++) store_one(s->overlay, at + c, s->window_type, x[c]);
 }
 
 /* Task: the key or value of one head of one new token of a token-wise stream. */
@@ -148,13 +148,13 @@ static void NAME(append_groups)(const Append *call, int64_t task, float *scratch
       float *x = scratch + (int64_t)t * dim;
       const int64_t position = first + t;
       if (position < before) { /* an earlier token: the overlay holds the unfinished group */
-        load_row(s->overlay, ((overlay + overlay_index(s, position)) * call->heads + head) * dim, call->overlay_type, dim, x);
+        load_row(s->overlay, ((overlay + overlay_index(s, position)) * call->heads + head) * dim, s->window_type, dim, x);
         continue;
       }
       load_row(call->source[side], (start + position - before) * call->stride[side] + head * call->head_stride[side],
                call->type[side], dim, x);
       apply_transform(transform, head, position, dim, x);
-      for (int c = 0; c < dim; c++) x[c] = rounded_one(x[c], call->overlay_type); /* as tokens in the overlay are */
+      for (int c = 0; c < dim; c++) x[c] = rounded_one(x[c], s->window_type); /* as tokens in the overlay are */
     }
     const int64_t at = first - call->origin, page = call->batch->block_table[b * call->batch->width + at / call->page_tokens];
     encode_group(s, !side, call->pages + (page * call->heads + head) * call->page_head_bytes, (int)(at % call->page_tokens), dim, scratch);

@@ -157,8 +157,14 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
     memcpy(out, (const float *)source + at, sizeof(float) * (size_t)dim);
     return;
   }
-  const uint16_t *p = (const uint16_t *)source + at;
   int c = 0;
+  if (type == FP8) {
+    const uint8_t *bytes = (const uint8_t *)source + at;
+    for (; c + LANE_COUNT <= dim; c += LANE_COUNT) store_floats(out + c, load_fp8(bytes + c));
+    for (; c < dim; c++) out[c] = widen_fp8(bytes[c]);
+    return;
+  }
+  const uint16_t *p = (const uint16_t *)source + at;
   for (; c + LANE_COUNT <= dim; c += LANE_COUNT) store_floats(out + c, load_halves(p + c, type));
   for (; c < dim; c++) out[c] = widen_one(p[c], type);
 }

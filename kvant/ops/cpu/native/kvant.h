@@ -9,7 +9,7 @@
 #define CHECKED 64 /* tokens that a task of `check` checks */
 #define LANES 16 /* tokens of a tile of keys; layout.py describes the order "lanes" */
 
-enum { FLOAT32, BFLOAT16, FLOAT16 };
+enum { FLOAT32, BFLOAT16, FLOAT16, FP8 }; /* types of numbers; FP8: e4m3 without infinities, in overlays alone */
 /* How the elements of a stream are stored; structures.py says what each is. */
 enum { SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, RAW, LEVELS };
 
@@ -33,6 +33,7 @@ typedef struct {
   int32_t sink, ring, flush, recent, first; /* the recipe's window; ring: tokens of the recent ring; first: Window.first */
   int32_t overlay_tokens, group_tokens; /* full-precision tokens of an overlay row; tokens that are coded together */
   int32_t raw_window; /* 1: the overlay holds keys as the model gave them, not as they are coded */
+  int32_t window_type; /* of the overlay's numbers */
   int32_t boosted, subvector_dim;       /* channels with two more bits (BOOSTED); channels of a sub-vector (CENTROIDS) */
   int32_t books_heads, books_subvectors, book_bits; /* shape of `books`: heads or 1, sub-vectors or 1; bits of an index */
   int32_t centers, index_bits;                      /* centroids of whole head vectors, 0: none; bits of their index */
@@ -59,7 +60,7 @@ typedef struct {
   const int8_t *dual_limbs; /* `dual` as arm_matrix.h reads it: [1 or heads, 2 dim dim], and scales [1 or heads, 2, dim]; or NULL */
   const float *dual_scales;
   int64_t page_head_bytes;
-  int32_t heads, dim, page_tokens, origin, overlay_type; /* origin: position of the first token of the first page */
+  int32_t heads, dim, page_tokens, origin; /* origin: position of the first token of the first page */
   int32_t dual_heads, inverse_heads, offset_heads;       /* 1, or heads */
   int32_t rope_half;  /* channel pairs that RoPE rotates */
   int32_t rope_block; /* positions of a RoPE block; 0: keys are stored after RoPE */
@@ -105,7 +106,7 @@ typedef struct {
   Stream key, value;
   FusedTransform key_transform, value_transform;
   int64_t page_head_bytes;
-  int32_t heads, dim, page_tokens, origin, overlay_type;
+  int32_t heads, dim, page_tokens, origin;
   int32_t refused; /* result, 0: written. Nothing was written: 1: a number is beyond `limit`; 2: the RoPE table is too short */
   /* the fields below are set by every call */
   const Batch *batch;

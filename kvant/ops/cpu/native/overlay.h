@@ -32,11 +32,11 @@ INLINE int64_t overlay_offset(const Decode *call, const Stream *s, int64_t b, in
 /* Loads up to CHUNK overlay tokens from `position` on, as floats, to out: [CHUNK, 256]. Prefetches the tokens AHEAD positions later,
  * if they are before `end`. Returns the number of tokens loaded. */
 INLINE int load_overlay(const Decode *call, const Stream *s, int64_t b, int head, int64_t position, int64_t end, float *out) {
-  const int width = call->overlay_type == FLOAT32 ? 4 : 2, count = end - position < CHUNK ? (int)(end - position) : CHUNK;
+  const int width = type_bytes(s->window_type), count = end - position < CHUNK ? (int)(end - position) : CHUNK;
   for (int r = 0; r < count; r++) {
     if (position + r + AHEAD < end)
       fetch((const char *)s->overlay + overlay_offset(call, s, b, head, position + r + AHEAD) * width, (int64_t)call->dim * width);
-    load_row(s->overlay, overlay_offset(call, s, b, head, position + r), call->overlay_type, call->dim, out + 256 * r);
+    load_row(s->overlay, overlay_offset(call, s, b, head, position + r), s->window_type, call->dim, out + 256 * r);
   }
   return count;
 }

@@ -82,6 +82,43 @@ INLINE float widen_one(uint16_t half, int type) {
   return half & 0x8000 ? -x : x;
 }
 
+/* fp8 (e4m3) to float32. Exponent and mantissa are shifted into place, as if there were no subnormals; with an exponent of zero that gives 2^-7 (1 + m / 8)
+ * instead of 2^-6 m / 8. A factor of 2^120 would mend all of them, but a product with a subnormal float is slow. */
+typedef uint8_t vb __attribute__((vector_size(LANE_COUNT)));
+INLINE vf load_fp8(const uint8_t *p) {
+  vb bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  const vu bits = __builtin_convertvector(bytes, vu);
+  const vf size = (vf)(((bits & 0x7f) << 20) + (120u << 23));
+  const vf found = choose((vi)((bits & 0x78) == 0), size + size - splat(0x1p-6f), size);
+  return (vf)((vu)choose((vi)((bits & 0x7f) == 0x7f), splat(NAN), found) | (bits & 0x80) << 24);
+}
+INLINE float widen_fp8(uint8_t x) {
+  const int top = x >> 3 & 15, m = x & 7;
+  const float size = (x & 127) == 127 ? NAN : top ? ldexpf((float)(8 + m), top - 10) : (float)m * 0x1p-9f;
+  return x & 128 ? -size : size;
+}
+/* Rounds to the nearest, ties to even; what is beyond the largest number becomes that, 448. */
+INLINE uint8_t narrow_fp8(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint8_t sign = (uint8_t)(bits >> 24 & 128);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return (uint8_t)(sign | 127);
+  if (bits >= 0x43e00000) return (uint8_t)(sign | 126);
+  if (bits < 0x3c800000) { /* below 2^-6, subnormal: adding 2^14 rounds the mantissa at the right bit */
+    float size;
+    memcpy(&size, &bits, 4);
+    size += 0x1p14f;
+    memcpy(&bits, &size, 4);
+    return (uint8_t)(sign | (bits - 0x46800000));
+  }
+  bits += 0x7ffff + (bits >> 20 & 1);
+  return (uint8_t)(sign | ((bits >> 20) - (120 << 3)));
+}
+/* Bytes of a number. */
+INLINE int type_bytes(int type) { return type == FLOAT32 ? 4 : type == FP8 ? 1 : 2; }
+
 INLINE float load_one(const void *p, int64_t i, int type) {
   return type == FLOAT32 ? ((const float *)p)[i] : widen_one(((const uint16_t *)p)[i], type);
 }
@@ -113,6 +150,8 @@ INLINE float rounded_one(float x, int type) { return widen_one(narrow_one(x, typ
 INLINE void store_one(void *p, int64_t i, int type, float x) {
   if (type == FLOAT32)
     ((float *)p)[i] = x;
+  else if (type == FP8)
+    ((uint8_t *)p)[i] = narrow_fp8(x);
   else
     ((uint16_t *)p)[i] = narrow_one(x, type);
 }

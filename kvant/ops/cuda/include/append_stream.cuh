@@ -10,6 +10,7 @@ template <> struct StreamConfig<false> : Config::Value {};
 
 template <bool KEY_> struct AppendStream : StreamConfig<KEY_> {
   static constexpr bool KEY = KEY_, VALUES = !KEY_;  // KEY: how tiles are held, too
+  static constexpr int WINDOW_TYPE = KEY_ ? (int)Config::OVERLAY_TYPE : (int)Config::VALUE_WINDOW_TYPE;
   DEV static const void* rows(const AppendArguments& a) { return KEY_ ? a.key : a.value; }
   DEV static int stride(const AppendArguments& a) { return KEY_ ? a.key_stride : a.value_stride; }
   DEV static const float* mean(const AppendArguments& a) { return KEY_ ? a.key_mean : a.value_mean; }

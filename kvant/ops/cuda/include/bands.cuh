@@ -20,7 +20,7 @@ template <u32... BITS> struct LevelEdges {
 };
 
 template <class... B> struct Bands {
-  static constexpr int CHANNELS = (B::WIDTH + ...);  // of all bands
+  static constexpr int CHANNELS = (B::WIDTH + ...), COUNT = sizeof...(B);  // of all bands
   DEV static int bits(int channel) { return ((B::has(channel) ? B::BITS : 0) + ...); }
   DEV static float step(int channel) { return __uint_as_float(((B::has(channel) ? B::STEP_BITS : 0u) | ...)); }
   // Calls f(B{}) for every band.

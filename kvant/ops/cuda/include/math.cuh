@@ -1,6 +1,6 @@
 // Numbers and words: 16-bit floats, loads and stores of several elements, reductions over the lanes of a warp.
 //
-// A TYPE is an ElementType of kvant/ops/cuda/config.py: 0 bfloat16, 1 float16, 2 float32.
+// A TYPE is an ElementType of kvant/ops/cuda/config.py: 0 bfloat16, 1 float16, 2 float32; 3, fp8 (e4m3), has functions of its own.
 
 #pragma once
 #include "include/ptx.cuh"
@@ -20,6 +20,24 @@ template <int TYPE> DEV float low(u32 x) { return TYPE == 0 ? bf16_low(x) : fp16
 template <int TYPE> DEV float high(u32 x) { return TYPE == 0 ? bf16_high(x) : fp16_high(x); }
 template <int TYPE> DEV u32 pair_of(float x, float y) { return TYPE == 0 ? bf16_pair(x, y) : fp16_pair(x, y); }
 template <int TYPE> DEV u32 to_fp16(u32 x) { return TYPE == 1 ? x : fp16_pair(bf16_low(x), bf16_high(x)); }
+
+// fp8 is e4m3 without infinities. Rounded to the nearest, ties to even; what is beyond the largest number, 448, becomes that.
+#if !HARDWARE_FP8
+DEV u32 to_fp8(float x) {
+  const u32 bits = __float_as_uint(x), sign = bits >> 24 & 128u, size = bits & 0x7fffffffu;
+  if (size > 0x7f800000u) return sign | 127u;  // NaN
+  if (size >= 0x43e00000u) return sign | 126u;
+  if (size < 0x3c800000u) return sign | (__float_as_uint(__uint_as_float(size) + 16384.f) - 0x46800000u);  // subnormal: adding 2^14 rounds at the right bit
+  return sign | (((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3));
+}
+DEV u32 fp8_pair(float low, float high) { return to_fp8(low) | to_fp8(high) << 8; }
+DEV u32 fp16_of_fp8(u32 x) {  // exponent and mantissa are shifted into place and multiplied by 2^8, the difference of the biases
+  u32 size = (x & 0x7fu) << 7 | (x & 0x7f00u) << 15;
+  if ((x & 0x7fu) == 0x7fu) size |= 0x7fffu;
+  if ((x & 0x7f00u) == 0x7f00u) size |= 0x7fff0000u;
+  return mul_fp16x2(size | (x & 0x80u) << 8 | (x & 0x8000u) << 16, 0x5c005c00u);
+}
+#endif
 
 // Of each half of a word: ones where its sign is set; bits of a where `mask` has ones, of b elsewhere.
 DEV u32 sign_mask(u32 x) { return permute_bytes(x, 0u, 0xBB99u); }
@@ -122,6 +140,22 @@ template <int TYPE> DEV void store_four(void* p, s64 i, const float* x) {
   else {
     const u32 w[2] = {pair_of<TYPE>(x[0], x[1]), pair_of<TYPE>(x[2], x[3])};
     store_words<2>((u8*)p + i * 2, w);
+  }
+}
+
+// Stores N numbers as fp8; p is aligned to them, or to 16 bytes.
+template <int N> DEV void store_fp8(u8* p, const float* x) {
+  if constexpr (N % 4 == 0) {
+    u32 w[N / 4];
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) w[i] = fp8_pair(x[4 * i], x[4 * i + 1]) | fp8_pair(x[4 * i + 2], x[4 * i + 3]) << 16;
+    store_words<N / 4>(p, w);
+  } else if constexpr (N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) ((u16*)p)[i] = (u16)fp8_pair(x[2 * i], x[2 * i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) p[i] = (u8)fp8_pair(x[i], 0.f);
   }
 }
 

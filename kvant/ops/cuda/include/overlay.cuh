@@ -1,4 +1,4 @@
-// Attention over the overlay: the sinks and the ring of recent tokens that are kept in full precision, as A operands of 16-bit MMAs.
+// Attention over the overlay: the sinks and the ring of recent tokens, in 16 bits or, values alone, in fp8, as A operands of 16-bit MMAs.
 
 #pragma once
 #include "include/query.cuh"
@@ -31,18 +31,22 @@ DEV s64 overlay_offset(int position, s64 overlay_row, int head, int ring, int to
   return ((overlay_row * tokens + place) * Config::KV_HEADS + head) * D;
 }
 
+// Numbers of the values: fp8, half as many bytes, or of the keys' type. P meets bfloat16 as two parts, high + low, other numbers as fp16.
+constexpr bool FP8_VALUES = Config::VALUE_WINDOW_TYPE == ElementType::FP8, BF16_VALUES = Config::VALUE_WINDOW_TYPE == ElementType::BF16;
+constexpr int VALUE_BYTES = FP8_VALUES ? 1 : 2;
+
 // The places of a chunk of tokens from `from` <= first on, as byte offsets from the row of the overlay: either sinks alone or tokens of the ring, so that one remainder
 // serves all.
-template <int RING> struct OverlayPlaces {
+template <int RING, int BYTES = 2> struct OverlayPlaces {
   int place, least, most;  // of the first token; offsets of the first and the last token that is in the overlay
 
   DEV OverlayPlaces(int from, int first, int last) : place(from < Config::SINK ? from : Config::SINK + (from - Config::SINK) % RING), least(first - from), most(last - 1 - from) {}
   DEV u32 offset(int token) const {  // of a token of the chunk, or of the nearest that is in the overlay
     const int at = place + max(least, min(token, most));
-    return (u32)(at >= Config::SINK + RING ? at - RING : at) * (Config::KV_HEADS * D * 2);
+    return (u32)(at >= Config::SINK + RING ? at - RING : at) * (Config::KV_HEADS * D * BYTES);
   }
 };
-DEV const u8* overlay_bytes(const void* overlay, s64 overlay_row, int head, int tokens) { return (const u8*)overlay + (overlay_row * (tokens * Config::KV_HEADS) + head) * (D * 2); }
+template <int BYTES = 2> DEV const u8* overlay_bytes(const void* overlay, s64 overlay_row, int head, int tokens) { return (const u8*)overlay + (overlay_row * (tokens * Config::KV_HEADS) + head) * (D * BYTES); }
 
 // Lane t of a row of the overlay has words e of D / 8, each of two channels. Where a word is: LANES_SIDE_BY_SIDE, four lanes read 64 neighbouring bytes at once, else
 // each reads a quarter of the row.
@@ -81,9 +85,11 @@ template <int N> struct OverlayKeys {
 DEV void prefetch_overlay(const DecodeArguments& a, int from, int last, s64 overlay_row, int head, int lane) {
   if (from + lane >= last || lane >= 16 * OVERLAY_TILES) return;
   const u8* key = (const u8*)a.overlay_key + overlay_offset(from + lane, overlay_row, head, Key::RING, Key::OVERLAY_TOKENS) * 2;
-  const u8* value = (const u8*)a.overlay_value + overlay_offset(from + lane, overlay_row, head, Value::RING, Value::OVERLAY_TOKENS) * 2;
+  const u8* value = (const u8*)a.overlay_value + overlay_offset(from + lane, overlay_row, head, Value::RING, Value::OVERLAY_TOKENS) * VALUE_BYTES;
 #pragma unroll
-  for (int o = 0; o < 2 * D; o += 128) prefetch_l2(key + o), prefetch_l2(value + o);
+  for (int o = 0; o < 2 * D; o += 128) prefetch_l2(key + o);
+#pragma unroll
+  for (int o = 0; o < VALUE_BYTES * D; o += 128) prefetch_l2(value + o);
 }
 
 // Products c of N tiles of tokens with column tile n as scores in log2, less m; minus infinity outside [first, last). SCALED: queries were scaled to a largest
@@ -283,13 +289,13 @@ DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, in
   }
 }
 
-// P of N tiles as B operands in the overlay's type: fp16, or bfloat16 in two parts, high + low. PAIRED: the odd columns hold the low part.
+// P of N tiles as B operands: fp16, or beside bfloat16 values bfloat16 in two parts, high + low. PAIRED: the odd columns hold the low part.
 template <int N> struct OverlayProbs {
-  static constexpr int PARTS = Config::OVERLAY_TYPE == 0 && !PAIRED ? 2 : 1;
+  static constexpr int PARTS = BF16_VALUES && !PAIRED ? 2 : 1;
   u32 p[N][COLUMN_TILES][PARTS][2];
 
   DEV void set(const float s[N][LANE_HEADS][2], int g) {
-    if constexpr (Config::OVERLAY_TYPE == 1) {
+    if constexpr (!BF16_VALUES) {
       Probs<N> both;
       both.set(s);
 #pragma unroll
@@ -314,34 +320,54 @@ template <int N> struct OverlayProbs {
 
 // V of a tile as the transposed A operand. Tokens outside [first, last): the nearest that is in the overlay, with P = 0.
 struct OverlayValues {
-  u32 v[4][D / 16];
+  static constexpr int CHANNELS = 4 / VALUE_BYTES;  // of a word
+  u32 v[4][(D / 8 + CHANNELS - 1) / CHANNELS];
+
+  // The lane's channels of a row, those of each scale one after another.
+  DEV void load_row(u32* w, const u8* row, int g) {
+#pragma unroll
+    for (int j = 0; j < VALUE_GROUPS; j++) {
+      const u8* from = row + value_channel(g, j * GROUP_SHARE) * VALUE_BYTES;
+      if constexpr (GROUP_SHARE % CHANNELS == 0) load_words<GROUP_SHARE / CHANNELS>(w + j * (GROUP_SHARE / CHANNELS), from);
+      else
+#pragma unroll
+        for (int i = 0; i < GROUP_SHARE / 2; i++) {  // half words
+          const int half = j * (GROUP_SHARE / 2) + i;
+          const u32 x = ((const u16*)from)[i];
+          w[half / 2] = half % 2 ? w[half / 2] | x << 16 : x;
+        }
+    }
+  }
   // Tile `tile` of the chunk of tokens from `from` on.
   DEV void load(const DecodeArguments& a, int from, int tile, int first, int last, s64 overlay_row, int head, int lane) {
     const int g = lane >> 2, t = lane & 3;
     if constexpr (TOKENWISE) {
-      const OverlayPlaces<Value::RING> places(from, first, last);
-      const u8* bytes = overlay_bytes(a.overlay_value, overlay_row, head, Value::OVERLAY_TOKENS);
+      const OverlayPlaces<Value::RING, VALUE_BYTES> places(from, first, last);
+      const u8* bytes = overlay_bytes<VALUE_BYTES>(a.overlay_value, overlay_row, head, Value::OVERLAY_TOKENS);
 #pragma unroll
-      for (int r = 0; r < 4; r++) {
-        const u8* row = bytes + places.offset(tile * 16 + (r >> 1) * 8 + 2 * t + (r & 1));
-#pragma unroll
-        for (int j = 0; j < VALUE_GROUPS; j++) load_words<GROUP_SHARE / 2>(v[r] + j * GROUP_SHARE / 2, row + value_channel(g, j * GROUP_SHARE) * 2);
-      }
+      for (int r = 0; r < 4; r++) load_row(v[r], bytes + places.offset(tile * 16 + (r >> 1) * 8 + 2 * t + (r & 1)), g);
     } else {
 #pragma unroll
       for (int r = 0; r < 4; r++) {
         const int position = max(first, min(from + tile * 16 + (r >> 1) * 8 + 2 * t + (r & 1), last - 1));
-        const s64 row = overlay_offset(position, overlay_row, head, Value::RING, Value::OVERLAY_TOKENS);
-#pragma unroll
-        for (int j = 0; j < VALUE_GROUPS; j++) load_words<GROUP_SHARE / 2>(v[r] + j * GROUP_SHARE / 2, (const u8*)a.overlay_value + (row + value_channel(g, j * GROUP_SHARE)) * 2);
+        load_row(v[r], (const u8*)a.overlay_value + overlay_offset(position, overlay_row, head, Value::RING, Value::OVERLAY_TOKENS) * VALUE_BYTES, g);
       }
     }
   }
   template <int PARTS> DEV void add(float* c, int k, const u32 (*p)[2]) const {  // the k-th 16 channels
-    const u32 a0 = __byte_perm(v[0][k], v[1][k], 0x5410), a1 = __byte_perm(v[0][k], v[1][k], 0x7632);
-    const u32 a2 = __byte_perm(v[2][k], v[3][k], 0x5410), a3 = __byte_perm(v[2][k], v[3][k], 0x7632);
+    u32 x[4];  // two tokens of a channel each
+    if constexpr (FP8_VALUES) {
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) mma_16bit<Config::OVERLAY_TYPE>(c, a0, a1, a2, a3, p[part][0], p[part][1]);
+      for (int i = 0; i < 2; i++) {
+        const u32 bytes = __byte_perm(v[2 * i][k / 2], v[2 * i + 1][k / 2], k % 2 ? 0x7362 : 0x5140);
+        x[2 * i] = fp16_of_fp8(bytes), x[2 * i + 1] = fp16_of_fp8(bytes >> 16);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; i++) x[2 * i] = __byte_perm(v[2 * i][k], v[2 * i + 1][k], 0x5410), x[2 * i + 1] = __byte_perm(v[2 * i][k], v[2 * i + 1][k], 0x7632);
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) mma_16bit<BF16_VALUES ? 0 : 1>(c, x[0], x[1], x[2], x[3], p[part][0], p[part][1]);
   }
 };
 

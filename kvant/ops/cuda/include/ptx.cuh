@@ -19,6 +19,12 @@ DEV float fp16_low(u32 x) { float y; asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; c
 DEV float fp16_high(u32 x) { float y; asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(y) : "r"(x)); return y; }
 DEV u32 fp16_pair(float low, float high) { u32 y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
 DEV u32 bf16_pair(float low, float high) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
+// fp8 (e4m3) on GPUs from sm_89 on; math.cuh has the same for others. Two numbers are the low half of a word.
+#if __CUDA_ARCH__ >= 890
+#define HARDWARE_FP8 1
+DEV u32 fp8_pair(float low, float high) { u32 y; asm("{.reg .b16 a; cvt.rn.satfinite.e4m3x2.f32 a, %1, %2; cvt.u32.u16 %0, a;}" : "=r"(y) : "f"(high), "f"(low)); return y; }
+DEV u32 fp16_of_fp8(u32 x) { u32 y; asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, a;}" : "=r"(y) : "r"(x)); return y; }
+#endif
 DEV float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEV float reciprocal_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }  // exact for powers of two
 DEV float log2_(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }

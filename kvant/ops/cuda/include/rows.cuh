@@ -85,29 +85,32 @@ template <class A> DEV s64 overlay_place(const A& a, int token) {
   return overlay_place(a.overlay_rows[b], length, length - (a.query_start_loc[b + 1] - token));
 }
 
-// Stores a row of a new token at a place of the overlay of its stream; -1 is no place.
-template <int LANES = 8> DEV void store_overlay_row(void* overlay, const float* x, s64 at, int head, int j) {
+// Stores a row of a new token at a place of the overlay of its stream, whose numbers are of TYPE; -1 is no place.
+template <int TYPE, int LANES = 8> DEV void store_overlay_row(void* overlay, const float* x, s64 at, int head, int j) {
   constexpr int N = D / LANES;
   if (at < 0) return;
-  u16* p = (u16*)overlay + (at * Config::KV_HEADS + head) * D + j * N;
-  if constexpr (N % 2 == 0) {
+  const s64 first = (at * Config::KV_HEADS + head) * D + j * N;
+  if constexpr (TYPE == ElementType::FP8) {
+    store_fp8<N>((u8*)overlay + first, x);
+  } else if constexpr (N % 2 == 0) {
+    u32* p = (u32*)((u16*)overlay + first);
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) ((u32*)p)[i] = pair_of<Config::OVERLAY_TYPE>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < N / 2; i++) p[i] = pair_of<TYPE>(x[2 * i], x[2 * i + 1]);
   } else {
 #pragma unroll
-    for (int i = 0; i < N; i++) store_number<Config::OVERLAY_TYPE>(p, i, x[i]);
+    for (int i = 0; i < N; i++) store_number<TYPE>(overlay, first + i, x[i]);
   }
 }
 // The same of a token that the overlay holds or not.
-template <class A> DEV void store_overlay(const A& a, void* overlay, const float* x, int token, int head, int j) {
-  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay_row(overlay, x, overlay_place(a, token), head, j);
+template <int TYPE, class A> DEV void store_overlay(const A& a, void* overlay, const float* x, int token, int head, int j) {
+  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay_row<TYPE>(overlay, x, overlay_place(a, token), head, j);
 }
 // A key as the model gave it, of TYPE, to the overlay.
 template <int TYPE, class A> DEV void store_raw_key(const A& a, int token, int head, int j) {
   if constexpr (Config::OVERLAY_TOKENS > 0) {
     float x[D / 8];
     load_row<TYPE>(x, a.raw_key, (s64)token * a.raw_stride + head * D + j * (D / 8));
-    store_overlay(a, a.overlay_key, x, token, head, j);
+    store_overlay<Config::OVERLAY_TYPE>(a, a.overlay_key, x, token, head, j);
   }
 }
 // Two numbers of a word in the overlay's type.

@@ -76,9 +76,14 @@ template <class S> struct TileGroups {
 #pragma unroll
     for (int r = 0; r < Tile::ROWS; r++)
       if (at[r] >= 0) {
-        u16* to = (u16*)S::overlay(a) + (at[r] * Config::KV_HEADS + head) * D;
+        const s64 row = (at[r] * Config::KV_HEADS + head) * D;
 #pragma unroll
-        for (int i = 0; i < N; i += 2) *(u32*)(to + channel(tile.share(), i)) = pair_of<Config::OVERLAY_TYPE>(tile.x[r][i] * tile.FACTOR, tile.x[r][i + 1] * tile.FACTOR);
+        for (int i = 0; i < N; i += 2) {
+          const s64 to = row + channel(tile.share(), i);
+          const float x = tile.x[r][i] * tile.FACTOR, y = tile.x[r][i + 1] * tile.FACTOR;
+          if constexpr (S::WINDOW_TYPE == ElementType::FP8) *(u16*)((u8*)S::overlay(a) + to) = (u16)fp8_pair(x, y);
+          else *(u32*)((u16*)S::overlay(a) + to) = pair_of<S::WINDOW_TYPE>(x, y);
+        }
       }
   }
 };

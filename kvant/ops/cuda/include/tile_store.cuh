@@ -19,10 +19,19 @@ template <class S> DEV void store_overlay(const TokenTile<S>& tile, const Append
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
     if (at[r] >= 0) {
+      const s64 row = (at[r] * Config::KV_HEADS + head) * D;
+      if constexpr (S::WINDOW_TYPE == ElementType::FP8) {  // of values, which have one band
+        static_assert(!S::BANDED || S::AllBands::COUNT == 1, "a lane's numbers are neighbours");
+        float x[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = tile.x[r][i] * tile.factor(r);
+        store_fp8<N>((u8*)S::overlay(a) + row + tile.share() * N, x);
+        continue;
+      }
       u32 w[N / 2];
 #pragma unroll
-      for (int i = 0; i < N / 2; i++) w[i] = pair_of<Config::OVERLAY_TYPE>(tile.x[r][2 * i] * tile.factor(r), tile.x[r][2 * i + 1] * tile.factor(r));
-      u16* to = (u16*)S::overlay(a) + (at[r] * Config::KV_HEADS + head) * D;
+      for (int i = 0; i < N / 2; i++) w[i] = pair_of<S::WINDOW_TYPE>(tile.x[r][2 * i] * tile.factor(r), tile.x[r][2 * i + 1] * tile.factor(r));
+      u16* to = (u16*)S::overlay(a) + row;
       if constexpr (S::BANDED) S::AllBands::each([&](auto band) {
         using B = decltype(band);
         store_words<B::WIDTH / SHARE / 2>((u8*)(to + B::FIRST + tile.share() * (B::WIDTH / SHARE)), w + B::FIRST / SHARE / 2);

@@ -113,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(Config::WARPS * 32) kvant_append(co
   transform_row(a, x, is_key, head, j, sh.scratch[POWER_OF_TWO_CHANNELS ? 0 : warp][row]);
   if (slot >= 0) {
     if (Config::RAW_WINDOW && is_key) store_raw_key<Config::RAW_TYPE>(a, token, head, j);
-    else store_overlay(a, is_key ? a.overlay_key : a.overlay_value, x, token, head, j);
+    else if (KeyStream::WINDOW_TYPE == ValueStream::WINDOW_TYPE || is_key) store_overlay<KeyStream::WINDOW_TYPE>(a, is_key ? a.overlay_key : a.overlay_value, x, token, head, j);
+    else store_overlay<ValueStream::WINDOW_TYPE>(a, a.overlay_value, x, token, head, j);
   }
 
   // Scale and codes.

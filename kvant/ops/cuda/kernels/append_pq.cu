@@ -140,7 +140,7 @@ template <class S, class B> DEV void transform_rows(const AppendPqArguments& a, 
     if constexpr (S::HADAMARD > 1) apply_hadamard<S::HADAMARD>(x, S::signs(a), S::HADAMARD_SCALE, j, sh.rows + row * D);
     if (keep && slot >= 0) {
       if constexpr (S::KEY && Config::RAW_WINDOW) store_raw_key<Config::RAW_TYPE>(a, token, head, j);
-      else store_overlay(a, S::overlay(a), x, token, head, j);
+      else store_overlay<Config::OVERLAY_TYPE>(a, S::overlay(a), x, token, head, j);
     }
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) sh.rows[row * D + j * LANE_CHANNELS + i] = x[i];

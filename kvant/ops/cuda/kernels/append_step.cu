@@ -134,7 +134,7 @@ template <class S> DEV void append_stream(const AppendArguments& a, StepShared& 
 
     // Keep in the overlay, and code.
     if constexpr (OVERLAY && !RAW)
-      if (slot >= 0) store_overlay_row<32>(S::overlay(a), x, at, head, lane);
+      if (slot >= 0) store_overlay_row<S::WINDOW_TYPE, 32>(S::overlay(a), x, at, head, lane);
     store_row<S>(a, x, times, bins, about, bytes, slot, page_head, lane);
     if (first >= a.tokens) return;
   }

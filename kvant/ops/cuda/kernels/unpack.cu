@@ -152,18 +152,23 @@ struct NumberOperand {
   template <int TYPE> DEV void load_rows(const void* const* rows, float* back, int t) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+      constexpr bool BYTES = TYPE == ElementType::FP8;
+      constexpr int LOADED = BYTES ? D / 16 : D / 8, HELD = BYTES ? (int)ElementType::FP16 : TYPE;
       u32 w[D / 8];
 #pragma unroll
       for (int i = 0; i < D / 8; i++) w[i] = 0u;
-      if (rows[r]) load_words<D / 8>(w, (const u8*)rows[r] + t * (D / 4) * 2);
+      if (rows[r]) load_words<LOADED>(w, (const u8*)rows[r] + t * (LOADED * 4));
+      if constexpr (BYTES)
+#pragma unroll
+        for (int i = D / 8 - 1; i >= 0; i--) w[i] = fp16_of_fp8(w[i / 2] >> (i % 2 * 16));
       float top = 0.f;
 #pragma unroll
-      for (int i = 0; i < D / 8; i++) top = fmaxf(top, fmaxf(fabsf(low<TYPE>(w[i])), fabsf(high<TYPE>(w[i]))));
+      for (int i = 0; i < D / 8; i++) top = fmaxf(top, fmaxf(fabsf(low<HELD>(w[i])), fabsf(high<HELD>(w[i]))));
       top = quad_max(top);
       const float by = scale_below_one(top);
       back[r] = unscale_below_one(top);
 #pragma unroll
-      for (int i = 0; i < D / 8; i++) pair(r, i) = fp16_pair(low<TYPE>(w[i]) * by, high<TYPE>(w[i]) * by);
+      for (int i = 0; i < D / 8; i++) pair(r, i) = fp16_pair(low<HELD>(w[i]) * by, high<HELD>(w[i]) * by);
     }
   }
 
@@ -383,11 +388,12 @@ DEV void copy_new(const UnpackArguments& a, const Sequence& s, int first, int he
 // The tokens of a tile, from position `at` on, that the overlay holds.
 DEV void unpack_overlay(const UnpackArguments& a, const float* terms, u32 keep, s64 out_row, int at, s64 overlay_row, int head, int lane) {
   const int g = lane >> 2, t = lane & 3;
+  constexpr int BYTES = Config::OVERLAY_TYPE == ElementType::FP8 ? 1 : 2;
   const void* from[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int position = at + 8 * r + g, place = position < Config::SINK ? position : Config::SINK + (position - Config::SINK) % Config::RING;
-    from[r] = keep >> r & 1 ? (const u8*)a.overlay + ((overlay_row * Config::OVERLAY_TOKENS + place) * Config::KV_HEADS + head) * D * 2 : nullptr;
+    from[r] = keep >> r & 1 ? (const u8*)a.overlay + ((overlay_row * Config::OVERLAY_TOKENS + place) * Config::KV_HEADS + head) * D * BYTES : nullptr;
   }
   if constexpr (Config::RAW_WINDOW) {  // keys as the model gave them
 #pragma unroll
