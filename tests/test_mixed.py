@@ -18,7 +18,7 @@ from kvant.shape import ModelShape
 from tests.engines.test_hf import make_model, prompt
 from tests.fitted import made_up_tensors
 
-WINDOW = "sink=3,recent=8"
+WINDOW = "sink=3,recent=8"  # values of kvant-2 in fp8, those of kvant-4-fast in 16 bits
 BASE = f"kvant-2:{WINDOW}"
 LAYERS = (f"kvant-2:k.bits=4,v.bits=3,{WINDOW}", BASE, f"kvant-4-fast:{WINDOW}")
 

@@ -69,13 +69,13 @@ def test_against_16_and_8_bits() -> None:
 def test_sink_rows_of_a_server() -> None:
     """A 32nd of the memory, in exact sinks of 4 tokens; never more than pages."""
     planned = kvant.plan("qwen3-8b", "kvant-2", "24GiB", 32768).recipe
-    assert planned.sink_bytes == 36 * 8 * 4 * 128 * 2 * 2
-    assert planned.sink_rows == 24 * 2**30 // 32 // planned.sink_bytes == 1365
+    assert planned.sink_bytes == 36 * 8 * 4 * 128 * (2 + 1)
+    assert planned.sink_rows == 24 * 2**30 // 32 // planned.sink_bytes == 1820
     assert kvant.plan("qwen3-8b", "saw-int4", "24GiB").recipe.sink_rows == 0
     assert sink_rows(10**6, 10**5, 10**6) == 10 and sink_rows(10**9, 10**5, 10**7) == 16
     assert sink_rows(10**15, 10**5, 10**5) == 4096
     gemma = ModelShape((1024,) * 5 + (None,), 8, 128, "bfloat16")  # layers with a sliding window have no sink rows
-    assert kvant.plan(gemma, "kvant-2", "1GiB").recipe.sink_bytes == 8 * 4 * 128 * 2 * 2
+    assert kvant.plan(gemma, "kvant-2", "1GiB").recipe.sink_bytes == 8 * 4 * 128 * (2 + 1)
     assert kvant.plan(ModelShape((1024,) * 6, 8, 128, "bfloat16"), "kvant-2", "1GiB").recipe.sink_rows == 0
 
 

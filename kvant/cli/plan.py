@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         if each.recipe.sequence_bytes
     )
     if windows:
-        notes.append(f"full-precision tokens of a request, counted: {windows}")
+        notes.append(f"windows of a request (first and recent tokens), counted: {windows}")
     sinks = ", ".join(
         f"{each.recipe.recipe} {human_bytes(each.recipe.sink_rows * each.recipe.sink_bytes)}"
         for each in plans

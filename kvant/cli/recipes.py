@@ -24,7 +24,7 @@ RECOMMENDED = {  # what each is for
 }
 MODEL = "Qwen2.5-Coder-1.5B"
 KL = {  # of the model on held-out prose, as in results/
-    "kvant-2": 0.0107,
+    "kvant-2": 0.0109,
     "kvant-3": 0.0029,
     "kvant-4": 0.0018,
     "kvant-4-fast": 0.0150,
@@ -61,7 +61,7 @@ def describe(chosen: Sequence[Recipe], head_dim: int) -> list[dict[str, Any]]:
     out = []
     for recipe in chosen:
         windows = {
-            side: {"sink": stream.window.sink, "recent": stream.window.recent, "flush": stream.window.flush}
+            side: {name: getattr(stream.window, name) for name in ("sink", "recent", "flush", "window_dtype")}
             for side, stream in recipe.streams.items()
         }
         entry: dict[str, Any] = {
@@ -115,9 +115,9 @@ def run(args: argparse.Namespace) -> int:
         sides = {_first_and_last(window) for window in entry["windows"].values()}
         window = " ".join(f"{sink}/{recent}" for sink, recent in sorted(sides)) if sides != {(0, 0)} else "-"
         rows.append([entry["name"], *bits, window, "yes" if entry["calibration"] else "no", entry["summary"]])
-    caption = f"bits per cached number at head_dim {args.head_dim}, from the page's layout; windows: sink/recent tokens in full "
+    caption = f"bits per cached number at head_dim {args.head_dim}, from the page's layout; windows: sink/recent tokens beside "
     caption += (
-        f"precision; served in vLLM: {_all_but(found, lambda entry: 'vllm' in entry['engines'])}; shared prefixes: "
+        f"the pages; served in vLLM: {_all_but(found, lambda entry: 'vllm' in entry['engines'])}; shared prefixes: "
     )
     caption += _all_but(found, lambda entry: entry["prefix_safe"])
     print_table("", columns, rows, caption, whole=("recipe",))
@@ -158,19 +158,20 @@ def _part(data: dict[str, Any]) -> str:
     return " ".join([fields.pop("kind"), *(f"{field}={value}" for field, value in fields.items())])
 
 
-def _first_and_last(window: dict[str, int]) -> tuple[int, int]:
-    """Tokens that a window has in full precision: the first and, at most, the last."""
+def _first_and_last(window: dict[str, Any]) -> tuple[int, int]:
+    """Tokens of a window: the first and, at most, the last."""
     return window["sink"], window["recent"] + (window["flush"] if window["flush"] > 1 else 0)
 
 
-def _windows(windows: dict[str, dict[str, int]]) -> str:
+def _windows(windows: dict[str, dict[str, Any]]) -> str:
     sides = {f"{side}s": _first_and_last(window) for side, window in windows.items()}
     told = {name: f"{sink} first and {recent} last" for name, (sink, recent) in sides.items()}
     if set(sides.values()) == {(0, 0)}:
         return "none: all tokens are packed"
-    if len(set(told.values())) == 1:
-        return f"{next(iter(told.values()))} tokens in full precision"
-    return f"{', '.join(f'{name} {text}' for name, text in told.items())} tokens in full precision"
+    alike = len(set(told.values())) == 1
+    tokens = next(iter(told.values())) if alike else ", ".join(f"{name} {text}" for name, text in told.items())
+    fp8 = windows["value"]["window_dtype"] == "fp8"
+    return f"{tokens} tokens" + (", keys in full precision and values in fp8" if fp8 else " in full precision")
 
 
 def _all_but(found: list[dict[str, Any]], holds: Callable[[dict[str, Any]], bool]) -> str:

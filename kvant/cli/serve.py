@@ -210,7 +210,7 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
         not cpu and window and "--max-num-seqs" not in given
     ):  # vLLM's default may be 1024, and every sequence has an overlay row
         count = min(max(OVERLAYS // window, SEQUENCES[0]), SEQUENCES[1])
-        say(f"--max-num-seqs {count}: the overlay of full-precision tokens takes {human_bytes(window)} per sequence")
+        say(f"--max-num-seqs {count}: the overlay (first and recent tokens) takes {human_bytes(window)} per sequence")
         options += ["--max-num-seqs", str(count)]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", source, *options, *rest]
 

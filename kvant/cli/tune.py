@@ -68,7 +68,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--recent",
         metavar="N[,N...]",
-        help="windows to try, in recent tokens of full precision; one is taken for all layers (default 64,128,192,256)",
+        help="windows to try, in recent tokens; one is taken for all layers (default 64,128,192,256)",
     )
     parser.add_argument(
         "--recipes", type=int, default=6, metavar="N", help="different recipes that layers have, at most (default 6)"

@@ -234,7 +234,7 @@ def _memory(page: Page, report: Report, request: Request, memory: dict[str, Memo
     figure, height = charts.memory_bars(rows)
     keys = (
         (BLUE, "square", "pages"),
-        (ORANGE, "square", "windows in full precision"),
+        (ORANGE, "square", "windows, beside the pages"),
         (GREY, "square", "unquantized, for comparison"),
     )
     whole = memory["16-bit"].total

@@ -186,8 +186,8 @@ def layered_sinks(layout: Layout, layers: int, rows: int, device: torch.device) 
     sink = layout.recipe.key.window.sink
     if not (sink and rows):
         return {}
-    one = empty_overlay(layout, "key", 1, device)
-    return {name: one.new_zeros(layers, rows, sink, *one.shape[2:]) for name in layout.recipe.streams}
+    overlays = {name: empty_overlay(layout, name, 1, device) for name in layout.recipe.streams}
+    return {name: one.new_zeros(layers, rows, sink, *one.shape[2:]) for name, one in overlays.items()}
 
 
 def layered_states(layout: Layout, layers: int, rows: int, device: torch.device) -> dict[StreamName, Tensor]:

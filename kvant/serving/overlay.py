@@ -82,6 +82,11 @@ def _with_windows(recipe: Recipe, windows: Mapping[StreamName, Window]) -> Recip
     return dataclasses.replace(recipe, key=key, value=dataclasses.replace(recipe.value, window=windows["value"]))
 
 
+def _bytes(x: Tensor) -> Tensor:
+    """For torch's operations that have no fp8."""
+    return x.view(torch.uint8)
+
+
 class OverlayMatch(NamedTuple):
     """Overlay rows of a step's sequences: int64 [sequences] each."""
 
@@ -248,11 +253,11 @@ class OverlayRows:
         in_row = held >= kept
         found = {}
         for name, overlay in self.overlays.items():
-            sinks = overlay.index_select(1, row)[:, 0, : self.sink]
+            sinks = _bytes(overlay).index_select(1, row)[:, 0, : self.sink]
             if self.sink_rows:
-                stored = self.sink_store[name].index_select(1, self.stored[at].clamp_min(0))[:, 0]
+                stored = _bytes(self.sink_store[name]).index_select(1, self.stored[at].clamp_min(0))[:, 0]
                 sinks = torch.where(in_row, sinks, stored)
-            found[name] = self._to_host(sinks)
+            found[name] = self._to_host(sinks).view(overlay.dtype)
         return SavedSinks(self._to_host(torch.where(in_row, held, kept)), found)
 
     def restore_sinks(self, page: int, saved: SavedSinks) -> None:
@@ -273,7 +278,7 @@ class OverlayRows:
         ):
             state.index_copy_(0, index, value)
         for name, sinks in saved.sinks.items():
-            self.sink_store[name].index_copy_(1, row, sinks[:, None].to(self.device, non_blocking=True))
+            _bytes(self.sink_store[name]).index_copy_(1, row, _bytes(sinks[:, None].to(self.device, non_blocking=True)))
         self.loads_dropped += busy[row]
         self.loads_missing.copy_(self.loads_dropped, non_blocking=True)
 

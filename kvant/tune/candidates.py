@@ -49,10 +49,14 @@ def windowed(recipe: Recipe, window: Window) -> Recipe:
     if recipe.key.window == recipe.value.window == window:
         return recipe
     bare, fields = _parts(recipe)
-    kept = {name: value for name, value in fields.items() if name.split(".")[-1] not in ("sink", "recent")}
+    kept = {
+        name: value for name, value in fields.items() if name.split(".")[-1] not in ("sink", "recent", "window_dtype")
+    }
     own = bare.key.window, bare.value.window
-    if own != (window, window):
+    if {each.in_model_dtype for each in own} != {window}:
         kept |= {"sink": str(window.sink), "recent": str(window.recent)}
+    if own[1].window_dtype != window.window_dtype:
+        kept |= {"v.window_dtype": window.window_dtype}
     return bare.with_fields(kept)
 
 

@@ -143,7 +143,7 @@ def check(
 
 
 def windows_of(recent: Sequence[int]) -> list[Window]:
-    """Windows with the sinks of the base recipe."""
+    """Windows with the sinks of the base recipe, keys and values in full precision."""
     sink = recipes.get(BASE).key.window.sink
     return [Window(sink, each) for each in dict.fromkeys(recent)]
 

@@ -6,7 +6,8 @@ layers and tokens; an error costs one attention of one layer. Errors of differen
 of the sum is the sum of the squares; those of different layers and streams too, so that their KLs add. `kvant tune` measures what
 it has chosen through the packed cache, and prints both.
 
-Errors are those of decode: codes are written to pages by the cache's own append and read back, and tokens in the windows are exact.
+Errors are those of decode: codes are written to pages by the cache's own append and read back; tokens in the windows count as
+exact.
 """
 
 from __future__ import annotations

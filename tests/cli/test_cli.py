@@ -69,7 +69,13 @@ def test_recipes_lists_all_with_the_fields_others_rely_on(capsys: pytest.Capture
         assert {"name", "paper", "bpe", "windows", "calibration", "engines", "prefix_safe"} <= entry.keys()
     by_name = {entry["name"]: entry for entry in found}
     assert by_name["saw-int4"]["bpe"] == 4.25
-    assert by_name["quarot-int2-win"]["windows"]["key"] == {"sink": 64, "recent": 256, "flush": 1}
+    assert by_name["quarot-int2-win"]["windows"]["key"] == {
+        "sink": 64,
+        "recent": 256,
+        "flush": 1,
+        "window_dtype": "model",
+    }
+    assert [by_name["kvant-2"]["windows"][side]["window_dtype"] for side in ("key", "value")] == ["model", "fp8"]
     assert by_name["quarot-int2-win"]["bpe_32k"] > by_name["quarot-int2"]["bpe_32k"] == 2.25
     assert by_name["int4"]["prefix_safe"] is True
     code, out, _ = run(capsys, "recipes", "--all", "--head-dim", "64")
@@ -85,7 +91,7 @@ def test_recipes_recommends_a_few(capsys: pytest.CaptureFixture[str]) -> None:
     named = [line.split()[0] for line in out.splitlines() if line.split() and line.split()[0] in recipes.names()]
     assert (code, named) == (0, list(RECOMMENDED))
     assert recipes.DEFAULT in named and recipes.PLAIN in named
-    assert "2.22" in out and f"all {len(recipes.names())}" in out
+    assert "2.20" in out and f"all {len(recipes.names())}" in out
 
 
 def test_recipes_shows_those_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,10 +99,11 @@ def test_recipes_shows_those_that_are_named(capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     for line in (
         "kvant-2: keys in bands of 4, 2 and 0 bits",
-        "bits      2.125 per cached number of a full page, 2.221 at 32k tokens with windows (head_dim 128)",
-        "windows   4 first and 192 last tokens in full precision",
+        "bits      2.125 per cached number of a full page, 2.197 at 32k tokens with windows (head_dim 128)",
+        "windows   4 first and 192 last tokens, keys in full precision and values in fp8",
         "artifact  needed: commands fit it to a model once, or kvant calibrate --recipe kvant-2 --out DIR",
         "Window sink=4 recent=192 flush=1 rollback=0",
+        "Window sink=4 recent=192 flush=1 rollback=0 window_dtype=fp8",
     ):
         assert line in out
     code, out, _ = run(capsys, "recipes", "int8", "kvant-2:recent=64", "--json", "--head-dim", "64")

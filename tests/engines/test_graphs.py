@@ -61,7 +61,8 @@ def assert_same_cache(found: kvant.Cache, expected: kvant.Cache) -> None:
                 if mine.sliding_window is None:  # of a sliding one, pages are used again and end in anything
                     assert torch.equal(one.pages[a.held], other.pages[b.held])
                 for x, y in zip(one.owned, other.owned, strict=True):
-                    assert torch.equal(x[a.overlay_row].nan_to_num(7), y[b.overlay_row].nan_to_num(7))
+                    rows = [owned[seq.overlay_row].float().nan_to_num(7) for owned, seq in ((x, a), (y, b))]
+                    assert torch.equal(*rows)
     for layer in range(len(found.layers)):
         rows = [
             cache.keys_as_read(layer)[:, : max(e.length for e in found.groups[0].sequences)]

@@ -8,6 +8,7 @@ import torch
 from kvant.layout import Layout, StreamName
 from kvant.ops.types import empty_overlay
 from kvant.recipes import get
+from kvant.serving.layer_group import layered_sinks
 from kvant.serving.overlay import OverlayRows, from_first_token, with_rollback
 from tests.serving.schedules import PAGE, Part, Read, Schedule, draw_schedule, reads, windowed
 
@@ -226,6 +227,26 @@ def test_offload_on_a_gpu() -> None:
         schedule = draw_schedule(seed, 14, 3, 6, skipped=0, offload=True)
         seen = missing(reads(schedule, 4, 24, rows=6, device="cuda", sink_rows=14), 4)
         assert not seen["sinks"], (seed, seen)
+
+
+def test_sinks_of_fp8_values_come_back() -> None:
+    """Through CPU memory, from an overlay row to a sink row, for which torch's own operations have no fp8."""
+    layout = Layout.of(get("int4:sink=4,recent=24,v.window_dtype=fp8"), 1, 16, PAGE, dtype="bfloat16")
+    overlays = {name: empty_overlay(layout, name, 9, "cpu")[None] for name in NAMES}
+    for overlay in overlays.values():
+        overlay.view(torch.uint8).random_()
+    rows = OverlayRows(layout, 8, overlays, sinks=layered_sinks(layout, 1, 5, torch.device("cpu")))
+    found = rows.step(*described([([1, 2], 0, 70)], "cpu"))
+    rows.finish_sinks(0, found)
+    saved = rows.save_sinks(1)
+    assert saved is not None and int(saved.held) == 4
+    rows.restore_sinks(3, saved)
+    row, kept = int(found.overlay_rows[0]), int(rows.stored[3])
+    for name, overlay in overlays.items():
+        assert saved.sinks[name].dtype == rows.sink_store[name].dtype == layout.window_dtype(name)  # type: ignore[index]
+        here = overlay[:, row, :4].view(torch.uint8)
+        assert torch.equal(saved.sinks[name].view(torch.uint8), here)  # type: ignore[index]
+        assert torch.equal(rows.sink_store[name][:, kept].view(torch.uint8), here)
 
 
 @pytest.mark.gpu

@@ -60,12 +60,12 @@ class Twins:
         recipe = with_rollback(windowed(sink, recent), drafts)
         layout, window = Layout.of(recipe, 1, 16, PAGE, dtype="bfloat16"), recipe.key.window
         torch.manual_seed(0)
-        shape = 2, rows + 1, sink + window.ring, 1, 8
-        held = {name: torch.randn(shape).bfloat16().to(device) for name in ("key", "value")}
+        held, sinks = {}, {}
+        for name, shape in (("key", (1, 16)), ("value", (1, 32))):  # bytes of a token; those of the streams may differ
+            held[name] = torch.randint(256, (2, rows + 1, sink + window.ring, *shape), dtype=torch.uint8).to(device)
+            if sink_rows:
+                sinks[name] = torch.randint(256, (2, sink_rows, sink, *shape), dtype=torch.uint8).to(device)
         self.layout, self.pages, self.rows, self.device = layout, pages, rows, device
-        sinks = (
-            {name: torch.randn(2, sink_rows, sink, 1, 8).bfloat16().to(device) for name in held} if sink_rows else {}
-        )
 
         def twin() -> OverlayRows:
             copies = ({name: x.clone() for name, x in each.items()} for each in (held, sinks))

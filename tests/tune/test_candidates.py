@@ -33,8 +33,10 @@ def test_keys_of_one_and_values_of_another(key: str, value: str, name: str) -> N
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("kvant-2", "kvant-2:sink=4,recent=128"),
-        ("kvant-2:k.bits=4,recent=9", "kvant-2:k.bits=4,sink=4,recent=128"),
+        ("kvant-2", "kvant-2:sink=4,recent=128,v.window_dtype=model"),
+        ("kvant-2:recent=128", "kvant-2:sink=4,recent=128,v.window_dtype=model"),
+        ("kvant-2:k.bits=4,recent=9", "kvant-2:k.bits=4,sink=4,recent=128,v.window_dtype=model"),
+        ("kvant-4", "kvant-4:sink=4,recent=128"),
         ("kvant-4-fast", "kvant-4-fast:sink=4,recent=128"),
     ],
 )
@@ -43,8 +45,8 @@ def test_windows_are_replaced(name: str, expected: str) -> None:
     found = windowed(recipe, Window(4, 128))
     assert found.name == expected and found == recipes.get(expected)
     assert found.fits == recipe.fits
-    own = recipes.get("kvant-2").key.window
-    assert windowed(windowed(recipes.get("kvant-2"), Window(4, 128)), own).name == "kvant-2"
+    own = recipes.get("kvant-4").key.window
+    assert windowed(windowed(recipes.get("kvant-4"), Window(4, 128)), own).name == "kvant-4"
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

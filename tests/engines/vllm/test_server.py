@@ -352,7 +352,7 @@ def test_a_hybrid_model_is_fitted_and_handed_over(start: Any, tmp_path: Path) ->
     kvant = json.loads(after(command, "--additional-config"))["kvant"]
     artifact = Artifact.load(kvant["artifact"][0])
     assert tuple(artifact.tensors) == (2, 5) and artifact.layers == 6
-    assert serve.overlay_bytes(str(path), kvant) == 2 * 2 * 2 * (4 + 192) * 64 * 2
+    assert serve.overlay_bytes(str(path), kvant) == 2 * 2 * (4 + 192) * 64 * (2 + 1)
 
 
 def test_a_recipe_that_is_fitted_on_the_prompt_shares_nothing(served: str, start: Any) -> None:
@@ -384,7 +384,7 @@ def test_an_artifact_with_a_recipe_for_every_layer_is_handed_over(
     command, _ = start(served, "--artifact", str(tmp_path / "tuned"))
     kvant = json.loads(after(command, "--additional-config"))["kvant"]
     assert kvant == {"artifact": [str(tmp_path / "tuned")]}
-    assert serve.overlay_bytes(served, kvant) == 4 * 2 * 2 * (4 + 192) * 64 * 2
+    assert serve.overlay_bytes(served, kvant) == 4 * 2 * (4 + 192) * 64 * (2 + 1)
     layers = {layer: made_up_tensors(recipe, 2, 64) for layer, recipe in enumerate(each[:2])}
     Artifact(MixedRecipe.of("tuned", each[0], each[:2]), 2, 64, 2, layers).save(tmp_path / "other")
     with pytest.raises(ValueError, match="the model has 4"):
