@@ -37,24 +37,29 @@ TASK_RECIPES = [
         "saw-int4",
     )
 ]
+# Windows of values in the model's dtype. kvant-2 had them at first.
+MODEL_WINDOWS = "v.window_dtype=model"
 OURS = [  # windows, widths and budgets
-    *(f"kvant-2:recent={recent}" for recent in (64, 128, 160, 256)),
-    *("kvant-3:k.bits=4/4/0", "kvant-3:k.bits=3", "kvant-2:k.bits=4/4/2,v.bits=2", "kvant-4:recent=64"),
-    *("kvant-2%builtin", "kvant-3%builtin", "kvant-4%builtin"),
+    *(f"kvant-2:recent={recent},{MODEL_WINDOWS}" for recent in (64, 128, 160, 256)),
+    *(f"kvant-2:{MODEL_WINDOWS}", f"kvant-2:{MODEL_WINDOWS}%builtin", f"kvant-2:k.bits=4/4/2,v.bits=2,{MODEL_WINDOWS}"),
+    *("kvant-3:k.bits=4/4/0", "kvant-3:k.bits=3", "kvant-3%builtin", "kvant-4:recent=64", "kvant-4%builtin"),
     *("tuned-2.3", "tuned-2.5", "tuned-3", "tuned-4"),
 ]
 NEEDLES = [4096, 8192, 16384, 28000]
-LONG = ["saw-int4", "kvant-2:search=9,recent=64", "oscar:sink=4,recent=64"]
+LONG = ["saw-int4", f"kvant-2:search=9,recent=64,{MODEL_WINDOWS}", "oscar:sink=4,recent=64"]
 
-KVANT_PARTS = [  # with the window that kvant-2 had when they were measured
-    *("kvant-2", "kvant-2:recent=64", "kvant-2:rope_block=512,recent=64", "kvant-2:rope_block=1024,recent=64"),
-    *("kvant-2:search=9,recent=64", "kvant-2:search=9,rope=post,recent=64", "kvant-2:search=9,k.mean=false,recent=64"),
-    *("kvant-2:search=9,share=0,recent=64", "kvant-2:search=9,k.bits=2,k.bands=one,recent=64"),
-    *("kvant-2:search=9,k.bits=3/2/1,recent=64", "kvant-2:search=9,k.hadamard=false,recent=64"),
-    *("kvant-2:search=9,k.unbiased=false,recent=64", "kvant-2:search=9,levels=lloyd,recent=64"),
-    *("kvant-2:search=9,recent=16", "kvant-2:search=9,recent=256", "kvant-2:search=9,sink=0,recent=64"),
+SEARCHED = [  # kvant-2 with a searched scale, and what was changed of it; all with the windows that it had when they were measured
+    *("", "rope=post", "k.mean=false", "share=0", "k.bits=2,k.bands=one", "k.bits=3/2/1", "k.hadamard=false"),
+    *("k.unbiased=false", "levels=lloyd", "sink=0"),
+]
+KVANT_PARTS = [
+    *("kvant-2", f"kvant-2:{MODEL_WINDOWS}", f"kvant-2:recent=64,{MODEL_WINDOWS}"),
+    *(f"kvant-2:rope_block={block},recent=64,{MODEL_WINDOWS}" for block in (512, 1024)),
+    *(",".join(filter(None, ("kvant-2:search=9", change, "recent=64", MODEL_WINDOWS))) for change in SEARCHED),
+    *(f"kvant-2:search=9,recent={recent},{MODEL_WINDOWS}" for recent in (16, 256)),
     *("oscar:sink=4,recent=64", "oscar:sink=4,recent=256"),
-    *("kvant-3", "kvant-4", "kvant-4-fast", "kvant-4-fast:search=1", "kvant-4-fast:sink=4"),
+    *("kvant-3", "kvant-3:v.window_dtype=fp8", "kvant-4", "kvant-4:v.window_dtype=fp8"),
+    *("kvant-4-fast", "kvant-4-fast:search=1", "kvant-4-fast:sink=4"),
     *("saw-int4-kv", "saw-int4-kv:zero=float,search=5", "saw-int4-kv:sink=4"),
 ]
 OSCAR_FACTORS = [  # table 4
@@ -100,24 +105,11 @@ KITTY = [
 ]
 KITTY_CONTROL = [f"kitty:boost={share}{how}" for share in (0.25, 0.5) for how in ("", "~random")]
 FRONT = [  # before and after, and the best of the others
-    *(
-        "kvant-2:recent=64",
-        "kvant-2:recent=128",
-        "kvant-2:recent=160",
-        "kvant-2",
-        "kvant-2:recent=256",
-        "kvant-2%builtin",
-    ),
+    *(f"kvant-2:recent={recent},{MODEL_WINDOWS}" for recent in (64, 128, 160, 256)),
+    *("kvant-2", f"kvant-2:{MODEL_WINDOWS}", f"kvant-2:{MODEL_WINDOWS}%builtin"),
     *("tuned-2.3", "tuned-2.5", "tuned-3", "tuned-4"),
-    *(
-        "kvant-3:k.bits=4/4/0",
-        "kvant-3:k.bits=3",
-        "kvant-3",
-        "kvant-4-fast",
-        "kvant-4:recent=64",
-        "kvant-4",
-        "kvant-4%builtin",
-    ),
+    *("kvant-3:k.bits=4/4/0", "kvant-3:k.bits=3", "kvant-3"),
+    *("kvant-4-fast", "kvant-4:recent=64", "kvant-4", "kvant-4%builtin"),
     *("kitty-pro", "kivi-k2v2-sink", "million-3", "kivi-k4v2-sink", "million-4", "vecinfer-4:power=0"),
     *("saw-int4-kmeans-rot", "kivi-k4v4", "int8"),
 ]
@@ -132,7 +124,12 @@ ABLATIONS: dict[str, dict[str, list[str]]] = {
         ],
         "Positions": [
             *("oscar", "oscar+20000", "oscar@2048", "oscar@2048+20000", "int4:zero=float", "int4:zero=float+20000"),
-            *("kvant-2", "kvant-2+20000", "kvant-4-fast@32768", "kvant-4-fast@32768+20000"),
+            *(
+                f"kvant-2:{MODEL_WINDOWS}",
+                f"kvant-2:{MODEL_WINDOWS}+20000",
+                "kvant-4-fast@32768",
+                "kvant-4-fast@32768+20000",
+            ),
         ],
         "SQuat and KIVI": ["kivi-k2v2:group=32,k.flush=32,v.recent=32", "squat", "squat-pre"],
         "VQ and the first token": [
@@ -215,8 +212,8 @@ def quality_table(rows: dict[str, dict[str, Any]], names: list[str], dim: int, w
         cells = [f"{bits:.3f}" for at in (("64", "128") if whole else (str(dim),)) for bits in row["bits"][at]]
         cells += [f"{max(0.0, row['kl']):.4f}", f"{row['kl_se']:.4f}", f"{row['top1']:.1%}"]
         cells += [f"{row['ppl']:.2f}"] if whole else []
-        shown = name.replace(",recent=64", "")  # the documents say so above the table
-        body.append([f"`{shown}`", *cells, f"{row['attn_rel_mse']:.4f}"])
+        shown = label(name.replace(",recent=64,v.", ",v."))  # the documents say so above the table
+        body.append([shown, *cells, f"{row['attn_rel_mse']:.4f}"])
     return markdown(headings, body)
 
 
@@ -233,7 +230,7 @@ def texts_table(data: dict[str, Any], dim: int, chosen: list[str] | None = None)
         for kind in kinds:
             row = rows[kind].get(name)
             cells += ["", ""] if row is None else [f"{max(0.0, row['kl']):.4f}", f"{row['top1']:.1%}"]
-        body.append([f"`{name}`", *cells])
+        body.append([label(name), *cells])
     body += [
         [f"`{name}`", "not measured", *[""] * (1 + 2 * len(kinds))]
         for name in chosen or recipes.names()
@@ -283,7 +280,13 @@ def needle(kind: str, length: int) -> str:
 
 
 def _run(row: dict[str, Any]) -> str:
-    return row["recipe"] if row["recipe"].startswith("full cache") else f"`{row['recipe']}`"
+    return row["recipe"] if row["recipe"].startswith("full cache") else label(row["recipe"])
+
+
+def label(name: str) -> str:
+    """A row's name in a table; "w16" stands for windows of values in 16 bits."""
+    short = re.sub(f"[:,]{MODEL_WINDOWS}", "", name)
+    return f"`{name}`" if short == name else f"`{short}` w16"
 
 
 def markdown(headings: list[str], body: list[list[str]]) -> str:
