@@ -329,8 +329,10 @@ class Layout:
 
     def window_dtype(self, stream: StreamName) -> torch.dtype:
         """Type in which the overlay holds a stream: `overlay_dtype`, or fp8 where the window says so."""
-        fp8 = self.recipe.streams[stream].window.window_dtype == "fp8"
-        return torch.float8_e4m3fn if fp8 else DTYPES[self.overlay_dtype]
+        return torch.float8_e4m3fn if self.is_fp8_window(stream) else DTYPES[self.overlay_dtype]
+
+    def is_fp8_window(self, stream: StreamName) -> bool:
+        return self.recipe.streams[stream].window.window_dtype == "fp8"
 
     def window_token_bytes(self, stream: StreamName) -> int:
         """Bytes of a token of a stream in the overlay, all heads."""

@@ -54,7 +54,7 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
     out.first = window.first
     out.overlay_tokens, out.group_tokens = layout.overlay_tokens(name), form.group_tokens
     out.raw_window = int(store.stream(name).spec.raw_window)
-    out.window_type = FP8 if window.window_dtype == "fp8" else TYPES[layout.overlay_dtype]
+    out.window_type = FP8 if layout.is_fp8_window(name) else TYPES[layout.overlay_dtype]
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> int:

@@ -284,8 +284,7 @@ def page_config(layout: Layout) -> dict[str, object]:
 
 def window_type(layout: Layout, name: StreamName) -> ElementType:
     """The type in which the overlay holds a stream."""
-    fp8 = layout.recipe.streams[name].window.window_dtype == "fp8"
-    return ElementType.FP8 if fp8 else ELEMENT_TYPES[layout.overlay_dtype]
+    return ElementType.FP8 if layout.is_fp8_window(name) else ELEMENT_TYPES[layout.overlay_dtype]
 
 
 def overlay_config(layout: Layout, name: StreamName = "key") -> dict[str, object]:

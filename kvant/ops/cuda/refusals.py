@@ -70,7 +70,7 @@ def refuse_layout(layout: Layout) -> str | None:
         return f"it reads pages in fragment order: {layout.order_reason or 'the layout is plain'}"
     if not key.is_channelwise and layout.recipe.key.window != layout.recipe.value.window.in_model_dtype:
         return "keys and values have different windows"
-    if pq and layout.recipe.value.window.window_dtype == "fp8":
+    if pq and layout.is_fp8_window("value"):
         return "beside indices of centroids it reads windows of values in 16 bits, and theirs are fp8"
     if dim > MAX_HEAD_DIM:
         return f"head_dim {dim} is more than {MAX_HEAD_DIM}"
