@@ -29,29 +29,66 @@ import zipfile
 from collections.abc import Iterator
 from email import message_from_bytes
 from pathlib import Path
+from typing import NamedTuple
 
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)] + ["manylinux2014_x86_64", "linux_x86_64"]
 SHARED = Path(__file__).with_name("gpu_overlay")  # the scripts of the other machine
 
 # Files that are left out of the wheels, as patterns of paths.
-WITHOUT = """
-torch/bin/protoc* torch/lib/*.a torch/test/*
-triton/backends/nvidia/lib/cupti* triton/_C/libproton.so triton/instrumentation/* triton/FileCheck triton/backends/nvidia/bin/ptxas-blackwell
-nvidia/nccl/include/* nvidia/nccl/lib/*.bc nvidia/nccl/lib/*.a
-vllm/vllm-rs vllm/_qutlass_C.* vllm/_deepselect_C.* vllm/_flashmla_C.* vllm/_flashmla_extension_C.*
-vllm/vllm_flash_attn/_vllm_fa2_C.* vllm/vllm_flash_attn/cute/*
-vllm/third_party/deep_gemm/* vllm/third_party/fmha_sm100/* vllm/third_party/tml_fa4/* vllm/kernels/helion/configs/*
-*/tests/* */__pycache__/*
-""".split()
+WITHOUT = [
+    *("torch/bin/protoc*", "torch/lib/*.a", "torch/test/*"),
+    *("triton/backends/nvidia/lib/cupti*", "triton/backends/nvidia/bin/ptxas-blackwell", "triton/_C/libproton.so"),
+    *("triton/instrumentation/*", "triton/FileCheck"),
+    *("nvidia/nccl/include/*", "nvidia/nccl/lib/*.bc", "nvidia/nccl/lib/*.a"),
+    *(
+        "vllm/vllm-rs",
+        "vllm/_qutlass_C.*",
+        "vllm/_deepselect_C.*",
+        "vllm/_flashmla*_C.*",
+        "vllm/kernels/helion/configs/*",
+    ),
+    *("vllm/vllm_flash_attn/_vllm_fa2_C.*", "vllm/vllm_flash_attn/cute/*"),
+    *("vllm/third_party/deep_gemm/*", "vllm/third_party/fmha_sm100/*", "vllm/third_party/tml_fa4/*"),
+    *("*/tests/*", "*/__pycache__/*"),
+]
 
-# Requirements of vLLM that text models in 16 bits do not import, those that the other machine has, and those that come with torch.
-NOT_CARRIED = """
-torch torchaudio torchvision torchcodec triton nvidia-* cuda-* numpy transformers tokenizers huggingface_hub hf-xet safetensors
-sentencepiece tiktoken pynvvideocodec flashinfer-python tilelang nvtx fastsafetensors instanttensor quack-kernels tokenspeed-mla
-humming-kernels opencv-python-headless numba mistral-common ninja opentelemetry-exporter-otlp setuptools certifi sympy mpmath
-networkx fastapi-cli fastapi-cloud-cli sentry-sdk fastar rignore rich-toolkit detect-installer agent-detector
-""".split()
+# Packages that vLLM asks for and text models in 16 bits do not import; those that come with torch; those that the machine has.
+NOT_CARRIED = [
+    *(
+        "flashinfer-python",
+        "tilelang",
+        "nvtx",
+        "quack-kernels",
+        "tokenspeed-mla",
+        "humming-kernels",
+        "numba",
+        "mistral-common",
+    ),
+    *(
+        "pynvvideocodec",
+        "torchaudio",
+        "torchcodec",
+        "opencv-python-headless",
+        "fastsafetensors",
+        "instanttensor",
+        "sentry-sdk",
+    ),
+    *("opentelemetry-exporter-otlp", "fastapi-cli", "fastapi-cloud-cli", "fastar", "rignore", "rich-toolkit"),
+    *("detect-installer", "agent-detector", "torch", "torchvision", "triton", "nvidia-*", "cuda-*"),
+    *(
+        "numpy",
+        "transformers",
+        "tokenizers",
+        "huggingface-hub",
+        "hf-xet",
+        "safetensors",
+        "sentencepiece",
+        "tiktoken",
+        "ninja",
+    ),
+    *("setuptools", "certifi", "sympy", "mpmath", "networkx"),
+]
 TOOLS = ["pytest", "pytest-xdist", "hypothesis>=6.100", "gguf>=0.17", "httpx"]
 
 
@@ -60,7 +97,7 @@ def canonical(name: str) -> str:
 
 
 def carried(name: str) -> bool:
-    return not any(fnmatch.fnmatch(canonical(name), canonical(pattern)) for pattern in NOT_CARRIED)
+    return not any(fnmatch.fnmatch(canonical(name), pattern) for pattern in NOT_CARRIED)
 
 
 def pip(*arguments: str) -> None:
@@ -83,7 +120,11 @@ def requirements(wheel: Path) -> list[str]:
     """What a wheel asks for without extras."""
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        return [line for line in message_from_bytes(archive.read(metadata)).get_all("Requires-Dist", []) if "extra ==" not in line]
+        return [
+            line
+            for line in message_from_bytes(archive.read(metadata)).get_all("Requires-Dist", [])
+            if "extra ==" not in line
+        ]
 
 
 def required(wheel: Path, name: str) -> str:
@@ -107,7 +148,7 @@ def unpack(wheel: Path, directory: Path) -> None:
 
 
 def sections(elf: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """Offset and bytes of each section of a 64-bit ELF file that has contents, and neither names sections nor is loaded unless named."""
+    """Offset and bytes of each section of a 64-bit ELF file that has contents, but for the section of their names."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", elf, table + index * size) for index in range(count)]
@@ -119,48 +160,69 @@ def sections(elf: mmap.mmap) -> dict[str, tuple[int, int]]:
     return found
 
 
-def images(elf: mmap.mmap, start: int, length: int) -> Iterator[list[tuple[bool, int, int, int]]]:
-    """The images of each fat binary: is it machine code, for which architecture, and where are its contents."""
+class Image(NamedTuple):
+    """One image of a fat binary: machine code or PTX."""
+
+    machine_code: bool
+    architecture: int
+    start: int  # of its header
+    stop: int
+
+
+class FatBinary(NamedTuple):
+    start: int  # of its header
+    first: int  # of its first image
+    stop: int
+    images: list[Image]
+
+
+def fat_binaries(elf: mmap.mmap, start: int, length: int) -> Iterator[FatBinary]:
+    """The fat binaries of a section: a header with their size, then images, each behind a header of its own."""
     position, end = start, start + length
     while (position := elf.find(b"\x50\xed\x55\xba", position, end)) >= 0:
         header, size = struct.unpack_from("<HQ", elf, position + 6)
-        entry, after = position + header, position + header + size
-        if after > end:
+        entry, stop = position + header, position + header + size
+        if stop > end:
             raise ValueError(f"a fat binary of {size} bytes at {position} ends behind its section at {end}")
-        fat_binary = []
-        while entry < after:
+        found = FatBinary(position, entry, stop, [])
+        while entry < stop:
             kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", elf, entry)
             (architecture,) = struct.unpack_from("<I", elf, entry + 28)
-            contents = entry + entry_header
-            if kind not in (1, 2) or not 50 <= architecture < 1000 or contents + entry_size > after:
-                raise ValueError(f"unknown image in the fat binary at {position}: kind {kind}, architecture {architecture}")
-            fat_binary.append((kind == 2, architecture, contents, contents + entry_size))
-            entry = contents + entry_size
-        yield fat_binary
-        position = after
+            after = entry + entry_header + entry_size
+            if kind not in (1, 2) or not 50 <= architecture < 1000 or after > stop:
+                raise ValueError(
+                    f"unknown image in the fat binary at {position}: kind {kind}, architecture {architecture}"
+                )
+            found.images.append(Image(kind == 2, architecture, entry, after))
+            entry = after
+        yield found
+        position = stop
 
 
-def unused(fat_binary: list[tuple[bool, int, int, int]], architecture: int) -> list[tuple[int, int]]:
-    """Which contents a GPU never reads: it takes machine code of its generation, or else compiles the newest PTX it knows."""
-    own = [image for image in fat_binary if image[0] and image[1] // 10 == architecture // 10 and image[1] <= architecture]
-    if not own:
-        own = sorted((image for image in fat_binary if not image[0] and image[1] <= architecture), key=lambda image: image[1])[-1:]
-    return [(start, stop) for machine, number, start, stop in fat_binary if (machine, number, start, stop) not in own]
+def keep_own(elf: mmap.mmap, binary: FatBinary, architecture: int) -> int:
+    """Keeps the images that a GPU reads and puts zeros behind them; says how many. A GPU takes machine code of its generation, or
+    compiles the newest PTX that it knows. Where there is neither, the smallest image stays: no fat binary is empty."""
+    known = [image for image in binary.images if image.architecture <= architecture]
+    own = [image for image in known if image.machine_code and image.architecture // 10 == architecture // 10]
+    own = own or sorted((image for image in known if not image.machine_code), key=lambda image: image.architecture)[-1:]
+    own = own or sorted(binary.images, key=lambda image: image.stop - image.start)[:1]
+    contents = b"".join(elf[image.start : image.stop] for image in own)
+    struct.pack_into("<Q", elf, binary.start + 8, len(contents))
+    elf[binary.first : binary.stop] = contents.ljust(binary.stop - binary.first, b"\0")
+    return binary.stop - binary.first - len(contents)
 
 
-def blank(path: Path, architecture: int) -> int:
+def slim(path: Path, architecture: int) -> int:
     """Overwrites with zeros what a shared library holds for other GPUs and for debuggers; says how many bytes."""
-    ranges = []
+    zeros = 0
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as elf:
         for name, (start, length) in sections(elf).items():
             if name in (".symtab", ".strtab") or name.startswith(".debug_"):
-                ranges.append((start, start + length))
+                elf[start : start + length] = bytes(length)
+                zeros += length
             elif name in (".nv_fatbin", "__nv_relfatbin"):
-                for fat_binary in images(elf, start, length):
-                    ranges += unused(fat_binary, architecture)
-        for start, stop in ranges:
-            elf[start:stop] = bytes(stop - start)
-    return sum(stop - start for start, stop in ranges)
+                zeros += sum(keep_own(elf, binary, architecture) for binary in list(fat_binaries(elf, start, length)))
+    return zeros
 
 
 def is_library(path: Path) -> bool:
@@ -172,9 +234,12 @@ def pack(staged: Path, target: Path, architecture: int, part_bytes: int) -> None
     """One archive in parts, with their checksums; parts of an earlier archive go."""
     for path in sorted(staged.rglob("*")):
         if path.is_file() and not path.is_symlink() and is_library(path):
-            zeros = blank(path, architecture)
+            zeros = slim(path, architecture)
             if path.stat().st_size > 20e6:
-                print(f"  {path.relative_to(staged)}: {path.stat().st_size / 2**20:.0f} MiB, of which {zeros / 2**20:.0f} blank", flush=True)
+                print(
+                    f"  {path.relative_to(staged)}: {path.stat().st_size / 2**20:.0f} MiB, of which {zeros / 2**20:.0f} zeros",
+                    flush=True,
+                )
     target.mkdir(parents=True, exist_ok=True)
     archive = target / "archive.tar.xz"
     command = 'tar --sort=name --owner=0 --group=0 -C "$1" -cf - . | xz -T0 -0 >"$2"'
@@ -189,7 +254,10 @@ def pack(staged: Path, target: Path, architecture: int, part_bytes: int) -> None
             sums.append(f"{hashlib.sha256(part).hexdigest()}  {name}\n")
     archive.unlink()
     (target / "SHA256SUMS").write_text("".join(sums))
-    print(f"{target}: {len(sums)} parts, {sum(part.stat().st_size for part in target.glob('part.*')) / 1e6:.0f} MB", flush=True)
+    print(
+        f"{target}: {len(sums)} parts, {sum(part.stat().st_size for part in target.glob('part.*')) / 1e6:.0f} MB",
+        flush=True,
+    )
 
 
 def stage_torch(version: str, cache: Path, staged: Path) -> None:
@@ -221,17 +289,23 @@ def stage_vllm(wheel: Path, cache: Path, staged: Path) -> None:
 
 def write_setup(out: Path) -> None:
     """The scripts for the other machine, with the checksums of the parts."""
-    for script in SHARED.glob("*.sh"):
+    for script in SHARED.iterdir():
         text = script.read_text()
         sums = {path.parent.name: path.read_text() for path in sorted(out.glob("*/SHA256SUMS"))}
-        lines = [f"{line.split()[0]}  {name}/{line.split()[1]}" for name, text_sums in sums.items() for line in text_sums.splitlines()]
+        lines = [
+            f"{line.split()[0]}  {name}/{line.split()[1]}"
+            for name, text_sums in sums.items()
+            for line in text_sums.splitlines()
+        ]
         written = out / script.name
         written.write_text(text.replace("@SHA256SUMS@", "\n".join(lines)))
         written.chmod(0o755)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory of the parts")
     parser.add_argument("--cache", type=Path, help="directory of downloaded wheels (default: DIR/wheels)")
     parser.add_argument("--vllm", default="0.33.0", help="version of vLLM")

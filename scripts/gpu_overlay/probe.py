@@ -1,6 +1,6 @@
 """What of torch and vLLM works on this machine: each stage prints OK or its traceback, and none stops the next.
 
-    python3 probe.py [--only STAGE,STAGE] [--out FOLDER]    logs of the engines go to FOLDER
+python3 probe.py [--only STAGE,STAGE] [--out FOLDER]    logs of the engines go to FOLDER
 """
 
 import argparse
@@ -27,12 +27,35 @@ def stage(function):
 @stage
 def versions():
     import torch
-    import triton
     import torchvision
+    import triton
 
-    print(sys.version.split()[0], "torch", torch.__version__, torch.__file__, "triton", triton.__version__, triton.__file__)
-    print("cuda", torch.version.cuda, "available", torch.cuda.is_available(), torch.cuda.get_device_name(), "arch", torch.cuda.get_arch_list())
-    print("cudnn", torch.backends.cudnn.version(), "nccl", torch.cuda.nccl.version(), "torchvision", torchvision.__version__)
+    print(
+        sys.version.split()[0],
+        "torch",
+        torch.__version__,
+        torch.__file__,
+        "triton",
+        triton.__version__,
+        triton.__file__,
+    )
+    print(
+        "cuda",
+        torch.version.cuda,
+        "available",
+        torch.cuda.is_available(),
+        torch.cuda.get_device_name(),
+        "arch",
+        torch.cuda.get_arch_list(),
+    )
+    print(
+        "cudnn",
+        torch.backends.cudnn.version(),
+        "nccl",
+        torch.cuda.nccl.version(),
+        "torchvision",
+        torchvision.__version__,
+    )
     import transformers
 
     print("transformers", transformers.__version__, transformers.__file__)
@@ -65,7 +88,12 @@ def attention():
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q = torch.randn(1, 8, 512, 128, device="cuda", dtype=torch.bfloat16)
-    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+    for backend in (
+        SDPBackend.MATH,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    ):
         with sdpa_kernel(backend):
             print(backend, torch.nn.functional.scaled_dot_product_attention(q, q, q).float().norm().item())
 
@@ -131,13 +159,21 @@ def vllm_operations():
     from vllm.platforms import current_platform
 
     print("vllm", vllm.__version__, vllm.__file__, current_platform, current_platform.get_device_capability())
-    x, w = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16), torch.ones(512, device="cuda", dtype=torch.bfloat16)
+    x, w = (
+        torch.randn(4, 512, device="cuda", dtype=torch.bfloat16),
+        torch.ones(512, device="cuda", dtype=torch.bfloat16),
+    )
     out = torch.empty_like(x)
     ops.rms_norm(out, x, w, 1e-6)
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (512,), w, 1e-6), rtol=2e-2, atol=2e-2)
     import vllm._moe_C_stable_libtorch
 
-    print("_C:", len(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")), "registrations for CUDA;", torch.ops._moe_C.topk_softmax)
+    print(
+        "_C:",
+        len(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")),
+        "registrations for CUDA;",
+        torch.ops._moe_C.topk_softmax,
+    )
 
 
 @stage
@@ -146,7 +182,14 @@ def flash_attention_3():
     from vllm.vllm_flash_attn import flash_attn_varlen_func
     from vllm.vllm_flash_attn.flash_attn_interface import fa_version_unsupported_reason
 
-    print("FA2:", fa_version_unsupported_reason(2), "FA3:", fa_version_unsupported_reason(3), "FA4:", fa_version_unsupported_reason(4))
+    print(
+        "FA2:",
+        fa_version_unsupported_reason(2),
+        "FA3:",
+        fa_version_unsupported_reason(3),
+        "FA4:",
+        fa_version_unsupported_reason(4),
+    )
     for dim in (64, 80, 96, 128, 192, 256):
         try:
             q = torch.randn(300, 8, dim, device="cuda", dtype=torch.bfloat16)
@@ -155,7 +198,9 @@ def flash_attention_3():
             out = flash_attn_varlen_func(q, k, v, 200, starts, 200, cu_seqlens_k=starts, causal=True, fa_version=3)
             for i, j in ((0, 100), (100, 300)):
                 heads = [x[i:j].float().transpose(0, 1)[None] for x in (q, k, v)]
-                expected = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+                expected = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[
+                    0
+                ].transpose(0, 1)
                 torch.testing.assert_close(out[i:j].float(), expected, rtol=3e-2, atol=3e-2)
             print("head_dim", dim, "right")
         except Exception as error:
@@ -163,37 +208,58 @@ def flash_attention_3():
 
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 512, "intermediate_size": 1024,
-    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 4096,
-    "vocab_size": 1024, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "vocab_size": 1024,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
 
 
 def small(name, **changes):
     """The configuration of a transformers model, made small."""
     import transformers
 
-    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1024}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 1024,
+    }
     sizes |= {"max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     kind, architecture = name
     config = getattr(transformers, kind)(**{**sizes, **changes}).to_dict()
     return {**config, "architectures": [architecture], "torch_dtype": "bfloat16", "dtype": "bfloat16"}
 
 
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+DELTA_NET = {"shared_expert_intermediate_size": 256, "linear_num_value_heads": 8, "linear_num_key_heads": 4}
+LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
 MODELS = {
     "llama": lambda: LLAMA,
     "qwen3": lambda: small(("Qwen3Config", "Qwen3ForCausalLM"), head_dim=128, num_hidden_layers=2),
     "gemma3": lambda: small(("Gemma3TextConfig", "Gemma3ForCausalLM"), head_dim=256, num_hidden_layers=6),
-    "qwen3moe": lambda: small(("Qwen3MoeConfig", "Qwen3MoeForCausalLM"), head_dim=64, num_hidden_layers=2, num_experts=8,
-                              num_experts_per_tok=2, moe_intermediate_size=256),
-    "gptoss": lambda: {k: v for k, v in small(("GptOssConfig", "GptOssForCausalLM"), head_dim=64, num_hidden_layers=2, num_local_experts=8,
-                                              num_experts_per_tok=2).items() if k != "quantization_config"},
-    "qwen3next": lambda: small(("Qwen3NextConfig", "Qwen3NextForCausalLM"), head_dim=256, num_hidden_layers=4, num_experts=8,
-                               num_experts_per_tok=2, moe_intermediate_size=256, shared_expert_intermediate_size=256,
-                               linear_num_value_heads=8, linear_num_key_heads=4),
-    "lfm2": lambda: small(("Lfm2Config", "Lfm2ForCausalLM"), num_hidden_layers=4,
-                          layer_types=["conv", "full_attention", "conv", "full_attention"]),
-}  # fmt: skip
+    "qwen3moe": lambda: small(("Qwen3MoeConfig", "Qwen3MoeForCausalLM"), head_dim=64, num_hidden_layers=2, **MOE),
+    "gptoss": lambda: small(
+        ("GptOssConfig", "GptOssForCausalLM"), head_dim=64, num_hidden_layers=2, num_local_experts=8
+    ),
+    "qwen3next": lambda: small(
+        ("Qwen3NextConfig", "Qwen3NextForCausalLM"), head_dim=256, num_hidden_layers=4, **MOE, **DELTA_NET
+    ),
+    "lfm2": lambda: small(("Lfm2Config", "Lfm2ForCausalLM"), **LFM2),
+}
 
 ENGINES = {
     "llama_eager": ("llama", {"enforce_eager": True}),
@@ -201,8 +267,14 @@ ENGINES = {
     "llama_compile": ("llama", {}),
     "llama_fp8": ("llama", {"enforce_eager": True, "kv_cache_dtype": "fp8"}),
     "llama_triton": ("llama", {"enforce_eager": True, "attention_config": {"backend": "TRITON_ATTN"}}),
-    "llama_kvant": ("llama", {"enforce_eager": True, "attention_backend": "CUSTOM", "additional_config": {"kvant": {"recipe": "saw-int4"}}}),
-    "llama_kvant_compile": ("llama", {"attention_backend": "CUSTOM", "additional_config": {"kvant": {"recipe": "saw-int4"}}}),
+    "llama_kvant": (
+        "llama",
+        {"enforce_eager": True, "attention_backend": "CUSTOM", "additional_config": {"kvant": {"recipe": "saw-int4"}}},
+    ),
+    "llama_kvant_compile": (
+        "llama",
+        {"attention_backend": "CUSTOM", "additional_config": {"kvant": {"recipe": "saw-int4"}}},
+    ),
     **{name: (name, {"enforce_eager": True}) for name in MODELS if name != "llama"},
 }
 
@@ -215,12 +287,20 @@ def engine(name):
         from vllm import LLM, SamplingParams
 
         start = time.perf_counter()
-        common = {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 8}
+        common = {
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "max_model_len": 2048,
+            "max_num_seqs": 8,
+        }
         common |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**30, "disable_log_stats": True}
         llm = LLM(model=folder, **common, **options)
         ready = time.perf_counter()
         prompts = [{"prompt_token_ids": [(7 * i + j) % 1000 for j in range(40 + 50 * i)]} for i in range(6)]
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False), use_tqdm=False)
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False), use_tqdm=False
+        )
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         assert all(len(t) == 12 for t in tokens), tokens
         print(f"RESULT {name}: engine ready in {ready - start:.1f} s; tokens {tokens[0][:6]}", flush=True)
@@ -231,12 +311,16 @@ def run_engine(name, folder):
     with open(folder / f"{name}.log", "w") as log:
         try:
             environment = {**os.environ, "VLLM_CACHE_ROOT": f"/tmp/vllm-cache-{name}"}
-            code = subprocess.run([sys.executable, __file__, "--engine", name], stdout=log, stderr=log, timeout=300, env=environment).returncode
+            code = subprocess.run(
+                [sys.executable, __file__, "--engine", name], stdout=log, stderr=log, timeout=300, env=environment
+            ).returncode
         except subprocess.TimeoutExpired:
             code = "timeout"
     text = (folder / f"{name}.log").read_text(errors="replace")
     result = [line for line in text.splitlines() if line.startswith("RESULT")]
-    return f"{'OK' if result else f'FAILED ({code})'} {name} {time.time() - start:.0f} s " + (result[0] if result else text[-2500:])
+    return f"{'OK' if result else f'FAILED ({code})'} {name} {time.time() - start:.0f} s " + (
+        result[0] if result else text[-2500:]
+    )
 
 
 @stage
@@ -250,8 +334,24 @@ def engines(folder=Path(".")):
 def server(folder=Path(".")):
     with tempfile.TemporaryDirectory() as model, open(folder / "server.log", "w") as log:
         Path(model, "config.json").write_text(json.dumps(LLAMA))
-        options = ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "2048", "--port", "8123"]
-        options += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(2**30), "--served-model-name", "m"]
+        options = [
+            "--load-format",
+            "dummy",
+            "--skip-tokenizer-init",
+            "--enforce-eager",
+            "--max-model-len",
+            "2048",
+            "--port",
+            "8123",
+        ]
+        options += [
+            "--gpu-memory-utilization",
+            "0.05",
+            "--kv-cache-memory-bytes",
+            str(2**30),
+            "--served-model-name",
+            "m",
+        ]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -263,7 +363,14 @@ def server(folder=Path(".")):
                 except OSError:
                     if process.poll() is not None:
                         break
-            body = {"model": "m", "prompt": list(range(3, 60)), "max_tokens": 8, "temperature": 0, "detokenize": False, "return_token_ids": True}
+            body = {
+                "model": "m",
+                "prompt": list(range(3, 60)),
+                "max_tokens": 8,
+                "temperature": 0,
+                "detokenize": False,
+                "return_token_ids": True,
+            }
             request = urllib.request.Request(
                 "http://127.0.0.1:8123/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
@@ -283,7 +390,8 @@ def main():
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "/tmp")))
     arguments = parser.parse_args()
     if arguments.engine:
-        return engine(arguments.engine)
+        engine(arguments.engine)
+        return
     summary = []
     for name in arguments.only.split(","):
         print(f"=== {name}", flush=True)
