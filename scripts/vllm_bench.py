@@ -318,7 +318,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--spare-overlay-rows", "--spare-windows", type=int, default=SPARE_ROWS)
     parser.add_argument("--repeat", type=positive, default=1, help="runs of each measurement; the fastest counts")
     parser.add_argument(
-        "--seconds", type=float, metavar="S", help="measure each --work for so long in its steady state (default: the whole)"
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="measure each --work for so long in its steady state (default: the whole)",
     )
     parser.add_argument(
         "--ngram", default="", metavar="CACHE[,...]", help="measure these caches with speculation by n-grams, too"
@@ -377,7 +380,8 @@ def main() -> int:
         chosen = split(args.recipe) if args.recipe not in ("", "none") else []
         speculating = split(args.ngram) if args.ngram else []
         own, chosen = (
-            [*names, *(name + NGRAM for name in speculating if (name in OWN) == (names is own))] for names in (own, chosen)
+            [*names, *(name + NGRAM for name in speculating if (name in OWN) == (names is own))]
+            for names in (own, chosen)
         )
         check(args, own, chosen, points)
     except (ValueError, OSError) as error:

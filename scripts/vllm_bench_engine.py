@@ -334,7 +334,6 @@ class Server:
             "drafts_accepted": round(steps.accepted / steps.drafted, 4) if steps.drafted else None,
         }
 
-
     def steady(self, draw: Callable[[int], list[int]], point: Point, seconds: float) -> dict[str, Any]:
         """The steady state of `point.num` requests in flight. The first ones are spread over their answers: of the i-th, a share
         i / num of the answer comes with the prompt. Measured for so many seconds after the fill, which ends when all of them have
@@ -351,7 +350,9 @@ class Server:
         while not begun or sum(step[0] for step in steps.steps[begun:]) < seconds:
             while len(flying) < point.num:
                 done = parts.pop() if parts else 0
-                settings = SamplingParams(temperature=0.0, max_tokens=point.output - done, ignore_eos=True, detokenize=False)
+                settings = SamplingParams(
+                    temperature=0.0, max_tokens=point.output - done, ignore_eos=True, detokenize=False
+                )
                 settings.output_kind = RequestOutputKind.FINAL_ONLY
                 self._named += 1
                 name = f"bench-{self._named}"

@@ -68,7 +68,13 @@ def steady_table(name: str, results: list[dict[str, Any]], first: float | None) 
                 lines.append(f"| {found['cache']} | failed ({found['failed']}) | | | | | | |")
             continue
         speed, drafts = got["output_tokens_per_second"], got["drafts_accepted"]
-        cells = [found["cache"], f"{found['tokens_that_fit']:,}", f"{got['at_once']}", f"{got['seconds']:.0f}", f"{got['ended']}"]
+        cells = [
+            found["cache"],
+            f"{found['tokens_that_fit']:,}",
+            f"{got['at_once']}",
+            f"{got['seconds']:.0f}",
+            f"{got['ended']}",
+        ]
         cells += ["-" if drafts is None else f"{drafts:.0%}", f"{speed:.1f}", f"{speed / first:.2f}" if first else ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -130,7 +130,9 @@ def outcome(item: Any, report: pytest.TestReport) -> dict[str, Any] | None:
     if marker is None or (report.when != "call" and report.passed):
         return None
     params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
-    names = {key: value if isinstance(value, str) else getattr(value, "__name__", value) for key, value in params.items()}
+    names = {
+        key: value if isinstance(value, str) else getattr(value, "__name__", value) for key, value in params.items()
+    }
     found = {"cell": marker.args[0].format(**names), "setup": params.get("vllm_setup", name), "test": item.nodeid}
     found |= {"recipes": sorted(served), "outcome": report.outcome, "seconds": round(report.duration, 1), "why": ""}
     if report.passed and "refused" in marker.kwargs:

@@ -23,7 +23,9 @@ from tests.engines.vllm import offloading
 Tensor = torch.Tensor
 TOLERANCE = 1e-4  # of outputs in float32
 LIMIT_16_BITS = 5e-3  # of the relative error of outputs in 16 bits
-DIFFERING = 1e-4  # share of numbers in pages, at most, that kernels of few and of many tokens round to another one, on a GPU
+DIFFERING = (
+    1e-4  # share of numbers in pages, at most, that kernels of few and of many tokens round to another one, on a GPU
+)
 NAMES: tuple[StreamName, StreamName] = ("key", "value")
 SEEN = (
     "steps",
@@ -345,7 +347,9 @@ def _plain(store: LayerStore, n: int) -> LayerStore:
     overlays = {name: overlay[:1].clone().fill_(float("nan")) for name, overlay in store.overlays.items()}
     runs = torch.full((pages, *store.pages.shape[1:]), 0xFF, dtype=torch.uint8, device=store.pages.device)
     states = {name: state[:1].clone().fill_(float("nan")) for name, state in store.states.items()}
-    derived = store.derived if runs.is_cuda else {}  # matrices, made in many launches; on a CPU also what knows its pages
+    derived = (
+        store.derived if runs.is_cuda else {}
+    )  # matrices, made in many launches; on a CPU also what knows its pages
     return dataclasses.replace(store, pages=runs, overlays=overlays, states=states, derived=derived)
 
 

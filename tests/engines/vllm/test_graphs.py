@@ -94,7 +94,9 @@ def compare(found: list[Said], expected: list[Said], dtype: str) -> int:
         pairs = zip(mine.tokens, theirs.tokens, strict=True)
         parted = next((i for i, (a, b) in enumerate(pairs) if a != b), len(theirs.tokens))
         if parted < len(theirs.tokens):
-            assert theirs.margins[parted] < tie, f"token {parted} is another, and no near tie: {theirs.margins[parted]:.3f}"
+            assert theirs.margins[parted] < tie, (
+                f"token {parted} is another, and no near tie: {theirs.margins[parted]:.3f}"
+            )
         a, b = (torch.tensor(each.logprobs[:parted]) for each in (mine, theirs))
         torch.testing.assert_close(a, b, rtol=0, atol=near)
         compared += parted
@@ -166,7 +168,10 @@ def test_speculation_in_graphs(model: Any, method: str, tmp_path: Path, monkeypa
         drafts |= {"model": str(draft_model(tmp_path / "draft", path)), "attention_backend": "CUSTOM"}
         kvant = {**kvant, "draft": "saw-int4"}
     few, told = [prompt(0, 7) * 25, prompt(1, 11) * 12, prompt(2, 40)], []
-    for options in ({"enforce_eager": True}, {"enforce_eager": False, "compilation_config": CONFIGS["vLLM's defaults"]}):
+    for options in (
+        {"enforce_eager": True},
+        {"enforce_eager": False, "compilation_config": CONFIGS["vLLM's defaults"]},
+    ):
         llm = engine(path, kvant, block_size=128, dtype="float32", speculative_config=drafts, **options)
         try:
             told.append(said(run(llm, few, 60, logprobs=2)))
