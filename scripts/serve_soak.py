@@ -1,18 +1,22 @@
 """A soak of `kvant serve`: requests of two tenants over HTTP, of which a fifth hang up.
 
     python scripts/serve_soak.py --model smollm2 --recipe kvant-2 --requests 1000 --json soak.json
-    python scripts/serve_soak.py --requests 50 --concurrency 8 -- --enforce-eager            on a CPU; after -- are options of the server
+    python scripts/serve_soak.py --requests 50 --concurrency 8 -- --enforce-eager      on a CPU
 
-Requests are greedy and streamed. Each begins with one of its tenant's prefixes, which repeat a number that is the prefix's own; tenants
-are told apart by `cache_salt` alone, and half of the prefixes of both have the same text. What has to hold:
+Options of `kvant serve` and of vLLM come after `--`.
 
-    a tenant who has never sent a prefix finds nothing of it in the cache (`cached_tokens` of the answer is 0), whoever else has
-    no answer has a number of the other tenant's (numbers that both have are not looked for), and most have their own: the model repeats
+Requests are greedy and streamed. Each begins with one of its tenant's prefixes, which repeat a number that is the
+prefix's own. Tenants are told apart by `cache_salt` alone, and half of the prefixes of both have the same text. What
+has to hold:
+
+    a tenant who has never sent a prefix finds nothing of it in the cache (`cached_tokens` of the answer is 0)
+    no answer has a number of the other tenant's, but for those that both have; most have their own: the model repeats
     every answer that was not given up has all of its tokens
     at the end no request runs or waits, and no page is in use
-    memory of the server's processes grows by no more than --slack MiB from the first quarter on; on a GPU also that of the device
+    memory of the server's processes, and of the device, grows by no more than --slack MiB after the first quarter
 
-What does not hold is printed, and the exit status is 1. Tokens per second are over HTTP, with one client for all; they are no benchmark.
+What does not hold is printed, and the exit status is 1. Tokens per second are over HTTP, with one client for all; they
+are no benchmark.
 """
 
 from __future__ import annotations
@@ -186,11 +190,12 @@ async def send(request: Request, port: int) -> None:
         "cache_salt": request.prefix.tenant,
     }
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
     begin = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + data)
+        writer.write(head.encode() + data)
         await writer.drain()
         status = await reader.readline()
         if b" 200 " not in status:
@@ -221,8 +226,8 @@ async def send(request: Request, port: int) -> None:
 async def crowd(
     requests: list[Request], port: int, concurrency: int, known: dict[tuple[str, int], asyncio.Event]
 ) -> None:
-    """All requests, so many at once. `known`: the prefixes that a tenant has sent, and whether that was answered: until then no other
-    request of the tenant has it, so that nothing is found there but what is another tenant's."""
+    """All requests, so many at once. `known`: the prefixes that a tenant has sent, and whether that was answered: until
+    then no other request of the tenant has it, so that nothing is found there but what is another tenant's."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(request: Request) -> None:

@@ -6,7 +6,7 @@
     python scripts/vllm_bench.py --long 30000,60000,100000                batch-1 decode at long contexts
     python scripts/vllm_bench.py --fill 100000 --max-num-seqs 16          as many long requests as fit at once
     python scripts/vllm_bench.py --work 256x1024+4096 --max-num-seqs 256 --seconds 40
-                                                                          the same in its steady state, for so many seconds
+                                                                          the same in its steady state, for 40 s
     python scripts/vllm_bench.py --recipe kvant-2 --against bf16 --ngram kvant-2,bf16
                                                                           these two also with speculation by n-grams
     python scripts/vllm_bench.py --compare 16 --compare-model DIR         greedy tokens against transformers with kvant.Cache
@@ -21,10 +21,11 @@ or finds artifacts for it.
 
 What is timed: scripts/vllm_bench_engine.py. In short: vLLM's engine in the process of the cache, stepped by hand; TTFT from
 add_request to the end of the step that made the first token; TPOT (last token - first token) / (tokens - 1) of each request; a
-step that computes prompt tokens is prefill, any other decode. --work calls LLM.generate and takes the time of the whole; with
---seconds it counts the tokens of so many seconds of the steady state instead.
+step that computes prompt tokens is prefill, any other decode. --work calls LLM.generate and takes the time of the
+whole; with --seconds it counts the tokens of so many seconds of the steady state instead.
 
---compile leaves torch.compile and CUDA graphs to vLLM: its defaults. Without it decode alone has graphs, and nothing is compiled.
+--compile leaves torch.compile and CUDA graphs to vLLM: its defaults. Without it decode alone has graphs, and nothing is
+compiled.
 """
 
 from __future__ import annotations

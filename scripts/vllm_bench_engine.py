@@ -14,9 +14,9 @@ of a step is the time between two such ends, so the host's work between steps co
     decode          output tokens / time of the steps that compute no prompt
     at once         most requests in one step
 
-With --seconds a work is measured in its steady state (`Server.steady`): so many requests are in flight all the time, spread evenly
-over the tokens of their answers from the first moment, and a new one comes for each that ends. What is counted is every token that is
-made in so many seconds after the cache was filled, whatever its step computes beside it.
+With --seconds a work is measured in its steady state (`Server.steady`): so many requests are in flight all the time,
+spread evenly over the tokens of their answers from the first moment, and a new one comes for each that ends. What is
+counted is every token that is made in so many seconds after the fill, whatever its step computes beside it.
 """
 
 from __future__ import annotations
@@ -335,9 +335,9 @@ class Server:
         }
 
     def steady(self, draw: Callable[[int], list[int]], point: Point, seconds: float) -> dict[str, Any]:
-        """The steady state of `point.num` requests in flight. The first ones are spread over their answers: of the i-th, a share
-        i / num of the answer comes with the prompt. Measured for so many seconds after the fill, which ends when all of them have
-        a token, or when a step computes no prompt: the others wait for room."""
+        """The steady state of `point.num` requests in flight. The first ones are spread over their answers: of the
+        i-th, a share i / num of the answer comes with the prompt. Measured for so many seconds after the fill, which
+        ends when all of them have a token, or when a step computes no prompt: the others wait for room."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -58,7 +58,8 @@ def work_table(name: str, results: list[dict[str, Any]]) -> str:
 def steady_table(name: str, results: list[dict[str, Any]], first: float | None) -> str:
     lines = [
         f"\n{name}, steady state: so many requests in flight all the time, output tokens of a window after the fill\n",
-        f"| cache | tokens that fit | running | window s | ended | drafts accepted | output tokens/s | against {results[0]['cache']} |",
+        "| cache | tokens that fit | running | window s | ended | drafts accepted | output tokens/s "
+        f"| against {results[0]['cache']} |",
         "|---" * 8 + "|",
     ]
     for found in results:

@@ -1,4 +1,5 @@
-"""Options of the tests inside vLLM: --model-runner-v2 (runner_v2.py), and --vllm-device with its table and time limit (device.py)."""
+"""Options of the tests inside vLLM: --model-runner-v2 (runner_v2.py); --vllm-device, --vllm-table, --vllm-timeout
+(device.py)."""
 
 from __future__ import annotations
 

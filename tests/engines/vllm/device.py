@@ -1,15 +1,16 @@
-"""Where engines run: on a CPU, or, with `pytest tests/engines/vllm --vllm-device cuda`, on one GPU that several processes share.
+"""Where engines run: on a CPU, or, with `pytest tests/engines/vllm --vllm-device cuda`, on one GPU that several
+processes share.
 
 On a GPU the tests that are marked `cell` run, each with several setups, and no others:
 
-    v2-piecewise  vLLM's model runner V2, its default, with torch.compile and piecewise CUDA graphs. Attention runs outside of these, so
-                  that the recorder sees every call.
+    v2-piecewise  vLLM's model runner V2, its default, with torch.compile and piecewise CUDA graphs. Attention runs
+                  outside of these, so that the recorder sees every call.
     v1-eager      model runner V1, without torch.compile and graphs.
     v2-eager      V2 without them, of a few cells: it says whether what fails is theirs.
     v2-graphs, v1-graphs  as tests/engines/vllm/test_graphs.py says.
 
-Full CUDA graphs call no Python: tests/engines/vllm/test_graphs.py compares what they leave behind. `--vllm-table FILE` writes what became
-of every cell, after every test.
+Full CUDA graphs call no Python: tests/engines/vllm/test_graphs.py compares what they leave behind. `--vllm-table FILE`
+writes what became of every cell, after every test.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def setups(item: Any) -> tuple[str, ...]:
 
 
 def in_turn(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """Tests in the order of their setups, so that as many processes as `workers`, which begin with a range of the list each
-    (--dist worksteal), all begin with the first setup."""
+    """Tests in the order of their setups, so that as many processes as `workers`, which begin with a range of the list
+    each (--dist worksteal), all begin with the first setup."""
     order = sorted(items, key=lambda item: _rank(item.callspec.params.get("vllm_setup")))  # type: ignore[attr-defined]
     return [each for worker in range(workers) for each in order[worker::workers]]
 
@@ -98,8 +99,8 @@ def _rank(setup: str | None) -> int:
 
 @contextlib.contextmanager
 def limited(seconds: float | None, log: Path | None) -> Iterator[None]:
-    """Ends a test that takes longer: by an exception, and where none comes through, in C code that waits, by the end of the process.
-    The stacks of all threads go to `log`, or to the standard error."""
+    """Ends a test that takes longer: by an exception, and where none comes through, in C code that waits, by the end of
+    the process. The stacks of all threads go to `log`, or to the standard error."""
     if not seconds:
         yield
         return
@@ -170,7 +171,8 @@ class Table:
         return self.file.with_name(self.file.name + ".md")
 
     def page(self) -> str:
-        """The table in Markdown: a row for a cell and a setup, a column for a recipe. Several tests of one cell: the worst counts."""
+        """The table in Markdown: a row for a cell and a setup, a column for a recipe. Several tests of one cell: the
+        worst counts."""
         rows: dict[tuple[str, str], dict[str, str]] = {}
         columns = dict.fromkeys(MATRIX)
         for each in self.found.values():

@@ -282,7 +282,8 @@ def made_up_artifacts(
 
 
 def engine(model: Path, kvant: dict[str, Any], blocks: int = 200, **other: Any) -> Any:
-    """An engine of vLLM with kvant behind its attention, and the recorder in its workers; on the device that was asked for."""
+    """An engine of vLLM with kvant behind its attention, and the recorder in its workers; on the device that was asked
+    for."""
     from vllm import LLM
 
     options: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""vLLM's offloading connector without a GPU: its own scheduler and manager, with a worker that copies blocks at once. vLLM's own worker
-needs CUDA; on a GPU it is that one which copies, and it is watched."""
+"""vLLM's offloading connector without a GPU: its own scheduler and manager, with a worker that copies blocks at once.
+vLLM's own worker needs CUDA; on a GPU it is that one which copies, and it is watched."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks of tensor parallelism that share a GPU. NCCL refuses two ranks on one device, so they talk through the host, by Gloo: vLLM's
-worker with another communicator. Nothing here can be captured in a CUDA graph."""
+"""Ranks of tensor parallelism that share a GPU. NCCL refuses two ranks on one device, so they talk through the host, by
+Gloo: vLLM's worker with another communicator. Nothing here can be captured in a CUDA graph."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ class Recorder:
         return seen
 
     def follow(self) -> int:
-        """Begins to note the tables of every step's sequences, also of steps that replay a CUDA graph: vLLM builds metadata before it.
-        Returns how many layers there are."""
+        """Begins to note the tables of every step's sequences, also of steps that replay a CUDA graph: vLLM builds
+        metadata before it. Returns how many layers there are."""
         self.tables: dict[str, tuple[Tensor, list[int]]] = {}  # of the last step with tokens, by layer
         for group in (group for groups in self.model_runner.attn_groups for group in groups):
             builder = group.get_metadata_builder(0)
@@ -106,7 +106,8 @@ class Recorder:
         return len(self._impls())
 
     def last_pages(self) -> dict[int, list[dict[str, Tensor]]]:
-        """What the pages of the sequences of the last step hold, by the length of the sequence: of every layer, by stream and part."""
+        """What the pages of the sequences of the last step hold, by the length of the sequence: of every layer, by
+        stream and part."""
         found: dict[int, list[dict[str, Tensor]]] = {}
         for name, impl in self._named().items():
             table, lengths = self.tables[name]
@@ -316,8 +317,8 @@ def _same_outputs(out: Tensor, expected: Tensor, n: int) -> None:
 
 
 def _differing(store: LayerStore, plain: LayerStore, found: Tensor, pages: list[int], n: int) -> tuple[int, int]:
-    """Compares the pages of a sequence, [pages, heads, bytes], with those of the plain run; those with number -1 are left out. How many
-    numbers were compared, and how many of them differ. On a CPU none may."""
+    """Compares the pages of a sequence, [pages, heads, bytes], with those of the plain run; those with number -1 are
+    left out. How many numbers were compared, and how many of them differ. On a CPU none may."""
     size = store.layout.page_tokens
     table, compared, wrong = pages[: -(-n // size)], 0, 0
     for name in NAMES:

@@ -135,8 +135,8 @@ def test_waiting_for_room_counts_as_time_to_the_first_token(timing: Any, clock: 
 
 @needs_vllm
 def test_the_steady_state_counts_tokens_after_the_fill(timing: Any, clock: Iterator[list[float]]) -> None:
-    """Four requests of 10 + 8 of which two at once find room: they are spread over their answers, and one that ends gives way to the
-    next, whose prompt is a step of 2 s. Drafts that are verified are no prompt."""
+    """Four requests of 10 + 8 of which two at once find room: they are spread over their answers, and one that ends
+    gives way to the next, whose prompt is a step of 2 s."""
     engine = FakeEngine(next(clock), room=2, chunk=100)
     server = timing.Server(types.SimpleNamespace(llm_engine=engine))
     found = server.steady(lambda count: [1] * count, timing.Point("work", 4, 4, 10, 8), seconds=20.0)

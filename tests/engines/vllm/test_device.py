@@ -1,4 +1,4 @@
-"""The device of the tests inside vLLM: which tests run on a GPU and in which order, their time limit, and the table of cells."""
+"""The device of the tests inside vLLM: which tests run on a GPU and in which order, their time limit, the table."""
 
 from __future__ import annotations
 

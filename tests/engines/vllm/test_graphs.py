@@ -1,9 +1,11 @@
 """CUDA graphs of whole steps and torch.compile: answers, log-probabilities and pages are those of an eager engine.
 
-Such a graph calls no Python when it is replayed, so attention cannot be recorded. What vLLM calls before every step is the builder: the
-recorder follows the tables of the sequences there (`follow`), and reads their pages when all have ended.
+Such a graph calls no Python when it is replayed, so attention cannot be recorded. What vLLM calls before every step is
+the builder: the recorder follows the tables of the sequences there (`follow`), and reads their pages when all have
+ended.
 
-Models are in float32, where sums in another order move no greedy choice but near ties; and once in 16 bits, as they are served.
+Models are in float32, where sums in another order move no greedy choice but near ties; and once in 16 bits, as they are
+served.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def said(found: list[Any]) -> list[Said]:
 def answers(
     path: Path, kvant: dict[str, Any], graphs: str = "NONE", **options: Any
 ) -> tuple[list[Said], dict[int, Any]]:
-    """Two waves of requests, the second of which hits prefixes of the first; and the pages of the second, by length of the sequence."""
+    """Two waves of requests, the second of which hits prefixes of the first; and the pages of the second, by length of
+    the sequence."""
     llm = engine(path, kvant, block_size=128, **options)
     try:
         assert llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name == graphs
