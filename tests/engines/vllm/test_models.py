@@ -191,6 +191,7 @@ def without_delta_nets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.runner_v2(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.usefixtures("without_delta_nets")
+@pytest.mark.filterwarnings("default:.* is the plain torch reference:UserWarning")  # on a GPU: it is told, at the end
 def test_hybrid_models(start: Any, hybrid: Any, recipe: str) -> None:
     """Chunks, preemption, and blocks that layers of other kinds have used before."""
     *model, blocks = hybrid
