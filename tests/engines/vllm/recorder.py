@@ -23,9 +23,9 @@ from tests.engines.vllm import offloading
 Tensor = torch.Tensor
 TOLERANCE = 1e-4  # of outputs in float32
 LIMIT_16_BITS = 5e-3  # of the relative error of outputs in 16 bits
-DIFFERING = (
-    1e-4  # share of numbers in pages, at most, that kernels of few and of many tokens round to another one, on a GPU
-)
+# Share of numbers in pages, at most, that kernels of few and of many tokens round to another one, on a GPU. Tests of the
+# kernels allow 1e-4 of the bytes of pages of which more than half are empty.
+DIFFERING = 3e-4
 NAMES: tuple[StreamName, StreamName] = ("key", "value")
 SEEN = (
     "steps",
@@ -185,7 +185,8 @@ def _forward(
         table = b.block_table[:, : -(-max(lengths) // size)].clone()  # on a GPU it has room for the longest sequence
         for row, length in zip(table, lengths, strict=True):
             row[-(-length // size) :] = 0  # vLLM's first page, which is nobody's
-        stored = impl.layers.stores[impl.place].pages[table] if several and len(calls) % 5 == 0 else None
+        every = 1 if table.is_cuda else 5 if several else 0
+        stored = impl.layers.stores[impl.place].pages[table] if every and len(calls) % every == 0 else None
         calls.append(
             Call(
                 table,
@@ -261,6 +262,8 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int], transfers: list
             k, given = tokens[0], written[all_slots]
             assert not k.isnan().any(), "a sequence has a token that nobody wrote"
             plain = _plain(store, n)
+            # On a GPU a code may be the next one where a number lies halfway: attention is compared over the same bytes.
+            taken = call.pages[b][: len(plain.pages)] if call.pages is not None and call.pages.is_cuda else None
             q, out = (call.tensors[name][first:last] for name in ("query", "out"))
             rows = {
                 "overlay_rows": torch.zeros(1, dtype=torch.int64, device=where),
@@ -272,6 +275,8 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int], transfers: list
                 for i in range(count):
                     end = before + i + 1
                     append(plain, tokens, given, end - 1 if i else 0, end)
+                    if taken is not None:
+                        plain.pages.copy_(taken)
                     one = _batch(end, 1, size, where)._replace(**rows, ring_start=exact)
                     each.append(decode(plain, q[i : i + 1], one, **options))
                 expected = torch.cat(each)
@@ -280,6 +285,8 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int], transfers: list
             else:
                 if before:
                     append(plain, tokens, given, 0, before)
+                    if taken is not None:
+                        plain.pages.copy_(taken)
                 args = call.tensors["key"][first:last], call.tensors["value"][first:last]
                 batch_of_one = _batch(n, count, size, where)._replace(**rows, ring_start=exact)
                 expected = prefill(plain, q, *args, batch_of_one, **options)
@@ -294,7 +301,13 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int], transfers: list
                 seen["taken back"] += bool(before and previous.get(older, 0) > before)
             previous[table] = n
             seen["shared at once"] += bool(before and (written[all_slots[:before]] == number).any())
-            if call.pages is not None:
+            if taken is not None:
+                if number == len(calls) - 1 or number % 7 == 0:
+                    seen["pages"] += 1
+                    own = _plain(store, n)
+                    append(own, tokens, given, 0, n)
+                    differ.append(_differing(store, own, taken, pages, n))
+            elif call.pages is not None:
                 seen["pages"] += 1
                 differ.append(_differing(store, plain, call.pages[b], pages, n))
             elif calls[0].pages is None and (number == len(calls) - 1 or number % 7 == 0):
@@ -302,8 +315,8 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int], transfers: list
                 later = {page for call in calls[number + 1 :] for page in call.table.flatten().tolist()}
                 loaded = [moved for moved in transfers if moved.loads and moved.at > number]
                 later |= {slot // size for moved in loaded for slot in moved.tokens}
-                own = [-1 if page in later else page for page in pages]
-                differ.append(_differing(store, plain, store.pages[pages], own, n))
+                still = [-1 if page in later else page for page in pages]
+                differ.append(_differing(store, plain, store.pages[pages], still, n))
     total, wrong = (sum(each) for each in zip(*differ, strict=True)) if differ else (0, 0)
     assert wrong <= total * (0 if where.type == "cpu" else DIFFERING), f"{wrong} of {total} numbers in pages differ"
 
