@@ -5,6 +5,10 @@
                                                                           TTFT, TPOT, tokens/s, prefill and decode apart
     python scripts/vllm_bench.py --long 30000,60000,100000                batch-1 decode at long contexts
     python scripts/vllm_bench.py --fill 100000 --max-num-seqs 16          as many long requests as fit at once
+    python scripts/vllm_bench.py --work 256x1024+4096 --max-num-seqs 256 --seconds 40
+                                                                          the same in its steady state, for 40 s
+    python scripts/vllm_bench.py --recipe kvant-2 --against bf16 --ngram kvant-2,bf16
+                                                                          these two also with speculation by n-grams
     python scripts/vllm_bench.py --compare 16 --compare-model DIR         greedy tokens against transformers with kvant.Cache
     python scripts/vllm_bench.py --tiny                     on a CPU, a few seconds each: does it run at all?
 
@@ -17,7 +21,11 @@ or finds artifacts for it.
 
 What is timed: scripts/vllm_bench_engine.py. In short: vLLM's engine in the process of the cache, stepped by hand; TTFT from
 add_request to the end of the step that made the first token; TPOT (last token - first token) / (tokens - 1) of each request; a
-step that computes prompt tokens is prefill, any other decode. --work calls LLM.generate and takes the time of the whole.
+step that computes prompt tokens is prefill, any other decode. --work calls LLM.generate and takes the time of the
+whole; with --seconds it counts the tokens of so many seconds of the steady state instead.
+
+--compile leaves torch.compile and CUDA graphs to vLLM: its defaults. Without it decode alone has graphs, and nothing is
+compiled.
 """
 
 from __future__ import annotations
@@ -35,7 +43,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_bench_engine import OWN, Emit, Point, Work, compare, measure, memory_of
+from vllm_bench_engine import NGRAM, OWN, Emit, Point, Work, compare, measure, memory_of, plain
 from vllm_bench_tables import number, pair, report
 
 MODEL_LIMIT = {False: 131072, True: 8192}  # positions of the model: Qwen3-8B's with YaRN, and --tiny's
@@ -115,11 +123,13 @@ def check(args: argparse.Namespace, own: list[str], chosen: list[str], points: l
     from kvant import files, models, recipes
     from kvant.engines.vllm import options
 
-    unknown = sorted(set(own) - set(OWN))
+    unknown = sorted({plain(name) for name in own} - set(OWN))
     if unknown:
         raise ValueError(f"--against: unknown {', '.join(unknown)}; known: {', '.join(OWN)}")
     for name in chosen:
-        options.check(recipes.get(name))
+        options.check(recipes.get(plain(name)))
+    if args.seconds and not args.work:
+        raise ValueError("--seconds is for --work, and there is none")
     twice = sorted({name for name in own + chosen if (own + chosen).count(name) > 1})
     if twice:
         raise ValueError(f"{', '.join(twice)}: named twice")
@@ -130,7 +140,7 @@ def check(args: argparse.Namespace, own: list[str], chosen: list[str], points: l
         raise ValueError("vLLM is not installed here")
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         raise ValueError("VLLM_ENABLE_V1_MULTIPROCESSING must be 0: the engine is timed in the process of its cache")
-    on_gpu = [name for name in own if name != "cpu"]
+    on_gpu = [name for name in own if plain(name) != "cpu"]
     if on_gpu and not torch.cuda.is_available():
         raise ValueError(f"--against {','.join(on_gpu)} needs a GPU, and there is none; on a CPU: --tiny --against cpu")
     if args.json:
@@ -247,8 +257,9 @@ def record(result: dict[str, Any], kind: str, found: dict[str, Any]) -> str:
         return f"equal prefix {found['equal_prefix_share']:.1%}, equal choices {found['equal_choices_share']:.1%}"
     if found["kind"] == "work":
         name = found["name"]
-        for key in ("requests", "output_tokens_per_second", "seconds"):
-            result[key][name] = found[key]
+        for key in ("requests", "output_tokens_per_second", "seconds", "steady"):
+            if key in found:
+                result.setdefault(key, {})[name] = found[key]
         return f"{name}: {found['output_tokens_per_second']:.1f} tokens/s"
     result["points"].append(found)
     return (
@@ -308,6 +319,16 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--spare-overlay-rows", "--spare-windows", type=int, default=SPARE_ROWS)
     parser.add_argument("--repeat", type=positive, default=1, help="runs of each measurement; the fastest counts")
     parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="measure each --work for so long in its steady state (default: the whole)",
+    )
+    parser.add_argument(
+        "--ngram", default="", metavar="CACHE[,...]", help="measure these caches with speculation by n-grams, too"
+    )
+    parser.add_argument("--drafts", type=positive, default=3, help="drafts of a step with --ngram (default 3)")
+    parser.add_argument(
         "--limit", type=float, metavar="S", help="a cache that takes longer is ended, and keeps what it has"
     )
     parser.add_argument("--seed", type=int, default=0)
@@ -357,7 +378,12 @@ def main() -> int:
 
     own = own_caches(args)
     try:
-        chosen = split(args.recipe)
+        chosen = split(args.recipe) if args.recipe not in ("", "none") else []
+        speculating = split(args.ngram) if args.ngram else []
+        own, chosen = (
+            [*names, *(name + NGRAM for name in speculating if (name in OWN) == (names is own))]
+            for names in (own, chosen)
+        )
         check(args, own, chosen, points)
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -382,7 +408,9 @@ def main() -> int:
             if points:
                 say(f"measuring {cache}")
                 failures.append(turn(children[cache], keep, args.limit))
-            if args.compare and cache in OWN and cache not in ("bf16", "cpu"):
+            if args.compare and cache.endswith(NGRAM):
+                result["compare"] = {"skipped": "compared without speculation"}
+            elif args.compare and cache in OWN and cache not in ("bf16", "cpu"):
                 result["compare"] = {"skipped": "no such cache outside vLLM"}
             elif args.compare:
                 say(f"comparing {cache}")

@@ -13,6 +13,10 @@ of a step is the time between two such ends, so the host's work between steps co
                     computed again after a preemption counts. Such steps also make tokens for other requests (chunked prefill).
     decode          output tokens / time of the steps that compute no prompt
     at once         most requests in one step
+
+With --seconds a work is measured in its steady state (`Server.steady`): so many requests are in flight all the time,
+spread evenly over the tokens of their answers from the first moment, and a new one comes for each that ends. What is
+counted is every token that is made in so many seconds after the fill, whatever its step computes beside it.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ OWN = {  # vLLM's own caches: dtype of the cache, attention backend
     "int4_per_token_head": ("int4_per_token_head", "TRITON_ATTN"),
     "cpu": ("auto", None),
 }
+NGRAM = "+ngram"  # ending of a cache's name: with speculation by n-grams
 OWN_BITS = {"bf16": 16.0, "fp8": 8.0, "int4_per_token_head": 4.25, "cpu": 32.0}  # bits per element
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -48,6 +53,11 @@ SETTINGS = {
     "VLLM_HOST_IP": "127.0.0.1",
 }
 Emit = Callable[[str, dict[str, Any]], None]  # takes a kind of measurement and what was found
+
+
+def plain(cache: str) -> str:
+    """A cache's name without speculation."""
+    return cache.removesuffix(NGRAM)
 
 
 class Work(NamedTuple):
@@ -145,13 +155,16 @@ def memory_of(cache: str, args: argparse.Namespace) -> tuple[int, int]:
         int(args.kv_gib * 2**30),
         2 * args.layers * model["num_key_value_heads"] * model["head_dim"],
     )
+    cache, drafts = plain(cache), args.drafts if cache.endswith(NGRAM) else 0
     if cache in OWN:
         return 0, int(memory * 8 / (elements * OWN_BITS[cache]))
     from kvant import recipes
     from kvant.layout import Layout
     from kvant.plan import sink_rows
+    from kvant.serving.overlay import with_rollback
 
-    layout = Layout.of(recipes.get(cache), model["num_key_value_heads"], model["head_dim"], dtype=model["torch_dtype"])
+    recipe = with_rollback(recipes.get(cache), drafts)
+    layout = Layout.of(recipe, model["num_key_value_heads"], model["head_dim"], dtype=model["torch_dtype"])
     page, sinks = (args.layers * size for size in (layout.page_bytes, layout.sink_bytes))
     overlay = args.layers * (args.max_num_seqs + args.spare_overlay_rows + 1) * layout.overlay_bytes
     if any(args.hits):  # prefix caching is on
@@ -177,6 +190,7 @@ def artifact_for(recipe: Any, model: dict[str, Any], directory: Path) -> str:
 
 def backend_options(cache: str, given: dict[str, Any]) -> dict[str, Any]:
     """Options of vLLM's LLM that choose a cache. `given`: keys of additional_config["kvant"] beside the recipe."""
+    cache = plain(cache)
     if cache in OWN:
         dtype, backend = OWN[cache]
         chosen: dict[str, Any] = {"kv_cache_dtype": dtype}
@@ -208,6 +222,7 @@ class Steps:
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.steps: list[tuple[float, int, int, int]] = []  # seconds, prompt tokens computed, tokens made, requests
+        self.drafted = self.accepted = 0  # tokens of drafts
         self._end = time.perf_counter()
 
     def _timed(self, scheduled: Any, made: Any) -> Any:
@@ -215,12 +230,17 @@ class Steps:
         now = time.perf_counter()
         # Of a request that has ended, the next step may be under way already (async scheduling): it is not counted.
         counts = {name: count for name, count in scheduled.num_scheduled_tokens.items() if name in self.sent}
-        prompt = sum(count for name, count in counts.items() if count > 1 or name not in self.first)
+        drafts = getattr(scheduled, "scheduled_spec_decode_tokens", {})  # whose verification is no prompt
+        own = {name: count - len(drafts.get(name, ())) for name, count in counts.items()}
+        prompt = sum(count for name, count in own.items() if count > 1 or name not in self.first)
         tokens = 0
         for batch in outputs.values():
             for each in batch.outputs:
                 if each.new_token_ids and each.request_id in self.sent:
                     tokens += len(each.new_token_ids)
+                    if each.request_id in drafts:
+                        self.drafted += len(drafts[each.request_id])
+                        self.accepted += len(each.new_token_ids) - 1
                     self.first.setdefault(each.request_id, now)
                     self.last[each.request_id] = now
         if counts:
@@ -311,7 +331,57 @@ class Server:
             "prompt_tokens": asked,
             "cached_tokens": cached,
             "seconds": round(end - begin, 4),
+            "drafts_accepted": round(steps.accepted / steps.drafted, 4) if steps.drafted else None,
         }
+
+    def steady(self, draw: Callable[[int], list[int]], point: Point, seconds: float) -> dict[str, Any]:
+        """The steady state of `point.num` requests in flight. The first ones are spread over their answers: of the
+        i-th, a share i / num of the answer comes with the prompt. Measured for so many seconds after the fill, which
+        ends when all of them have a token, or when a step computes no prompt: the others wait for room."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        steps, begun = self.steps, 0
+        steps.begin()
+        parts = [point.output * i // point.num for i in range(point.num)]
+        random.Random(0).shuffle(parts)
+        flying: set[str] = set()
+        ended = mark = 0
+        while not begun or sum(step[0] for step in steps.steps[begun:]) < seconds:
+            while len(flying) < point.num:
+                done = parts.pop() if parts else 0
+                settings = SamplingParams(
+                    temperature=0.0, max_tokens=point.output - done, ignore_eos=True, detokenize=False
+                )
+                settings.output_kind = RequestOutputKind.FINAL_ONLY
+                self._named += 1
+                name = f"bench-{self._named}"
+                sent = self.engine.add_request(name, {"prompt_token_ids": draw(point.prompt + done)}, settings)
+                steps.sent[sent] = time.perf_counter()
+                flying.add(name)
+            for answer in self.engine.step():
+                if answer.finished:
+                    flying.discard(answer.request_id)
+                    ended += 1
+            if not begun and steps.steps and (len(steps.first) >= point.num or not steps.steps[-1][1]):
+                begun, mark = len(steps.steps), ended
+                steps.drafted = steps.accepted = 0
+        window = steps.steps[begun:]
+        spent, made = sum(step[0] for step in window), sum(step[2] for step in window)
+        found = {
+            "seconds": round(spent, 3),
+            "fill_seconds": round(sum(step[0] for step in steps.steps[:begun]), 3),
+            "output_tokens_per_second": made / spent,
+            "output_tokens": made,
+            "prompt_tokens": sum(step[1] for step in window),
+            "ended": ended - mark,
+            "at_once": round(sum(step[0] * step[3] for step in window) / spent, 1),  # on average
+            "drafts_accepted": round(steps.accepted / steps.drafted, 4) if steps.drafted else None,
+        }
+        self.engine.abort_request([*flying])
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return found
 
 
 def measure(cache: str, args: argparse.Namespace, points: list[Point], emit: Emit) -> None:
@@ -323,18 +393,23 @@ def measure(cache: str, args: argparse.Namespace, points: list[Point], emit: Emi
     (folder / "config.json").write_text(json.dumps(model))
     overlay, _ = memory_of(cache, args)
     given: dict[str, Any] = {"spare_overlay_rows": args.spare_overlay_rows}
-    if cache not in OWN:
+    if plain(cache) not in OWN:
         from kvant import recipes
 
-        recipe = recipes.get(cache)
+        recipe = recipes.get(plain(cache))
         if recipe.calibrated:
             given["artifact"] = artifact_for(recipe, model, folder / "artifact")
     options = backend_options(cache, given)
+    if cache.endswith(NGRAM):
+        lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": args.drafts, **lookup}
     if args.eager or args.tiny:
         options["enforce_eager"] = True
     elif not args.compile:  # whole-model CUDA graphs for decode, no torch.compile
         sizes = [1, 2, 4, *range(8, args.max_num_seqs + 1, 8)]
         sizes = sorted({*sizes, args.max_num_seqs})
+        if cache.endswith(NGRAM):  # sizes are tokens, and a sequence may have as many more as there are drafts
+            sizes = [size * (1 + args.drafts) for size in sizes]
         options["compilation_config"] = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -367,6 +442,9 @@ def measure(cache: str, args: argparse.Namespace, points: list[Point], emit: Emi
             "window_gib": round(overlay / 2**30, 2),
             "start_seconds": round(time.perf_counter() - begin, 1),
             "vllm": version,
+            "graphs": llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name,
+            "torch_compile": int(llm.llm_engine.vllm_config.compilation_config.mode) > 0,
+            "model_runner": "V2" if getattr(llm.llm_engine.vllm_config, "use_v2_model_runner", False) else "V1",
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         },
@@ -415,6 +493,13 @@ def measure(cache: str, args: argparse.Namespace, points: list[Point], emit: Emi
         if point.kind == "work":
             if warm is None:
                 generate(small)
+            if args.seconds:
+                steady = server.steady(ids, point, args.seconds)
+                warm = small
+                found = {"requests": point.num, "steady": steady, "seconds": [steady["seconds"]]}
+                found["output_tokens_per_second"] = steady["output_tokens_per_second"]
+                emit("point", {**dataclasses.asdict(asked), "name": str(asked), **found})
+                continue
             seconds = [generate(point) for _ in range(args.repeat)]
             found: dict[str, Any] = {
                 "requests": point.num,

@@ -36,6 +36,9 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def work_table(name: str, results: list[dict[str, Any]]) -> str:
     first = results[0]["output_tokens_per_second"].get(name)
+    steady = next((found["steady"][name] for found in results if name in found.get("steady", {})), None)
+    if steady is not None:
+        return steady_table(name, results, first)
     lines = [
         f"\n{name}\n\n| cache | tokens that fit | requests | output tokens/s | against {results[0]['cache']} |\n|---|---|---|---|---|"
     ]
@@ -49,6 +52,32 @@ def work_table(name: str, results: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {found['cache']} | {found['tokens_that_fit']:,} | {found['requests'][name]} | {speed:.1f} | {against} |"
         )
+    return "\n".join(lines)
+
+
+def steady_table(name: str, results: list[dict[str, Any]], first: float | None) -> str:
+    lines = [
+        f"\n{name}, steady state: so many requests in flight all the time, output tokens of a window after the fill\n",
+        "| cache | tokens that fit | running | window s | ended | drafts accepted | output tokens/s "
+        f"| against {results[0]['cache']} |",
+        "|---" * 8 + "|",
+    ]
+    for found in results:
+        got = found.get("steady", {}).get(name)
+        if got is None:
+            if "failed" in found:
+                lines.append(f"| {found['cache']} | failed ({found['failed']}) | | | | | | |")
+            continue
+        speed, drafts = got["output_tokens_per_second"], got["drafts_accepted"]
+        cells = [
+            found["cache"],
+            f"{found['tokens_that_fit']:,}",
+            f"{got['at_once']}",
+            f"{got['seconds']:.0f}",
+            f"{got['ended']}",
+        ]
+        cells += ["-" if drafts is None else f"{drafts:.0%}", f"{speed:.1f}", f"{speed / first:.2f}" if first else ""]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -31,6 +31,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests marked runner_v2, with vLLM's model runner V2, and no others",
     )
     parser.addoption(
+        "--vllm-device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where engines of tests/engines/vllm run; with cuda, tests marked cell and no others",
+    )
+    parser.addoption(
+        "--vllm-table", metavar="FILE", help="write what became of the tests marked cell to FILE (JSON) and FILE.md"
+    )
+    parser.addoption(
+        "--vllm-timeout", type=float, metavar="S", help="seconds of a test inside vLLM (default with cuda: 240)"
+    )
+    parser.addoption(
         "--mutations", type=int, help="damaged snapshots and artifacts that are read: 10000 with --all, else 1000"
     )
 
@@ -39,6 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The quick tier: no test that is marked slow; of one that is marked few(n), n cases; of any other with several parameters, as
     many combinations as it takes for every value of each to occur. --all runs everything; so does asking for a test by its name.
     --model-runner-v2 runs tests that are marked runner_v2(n) alone, and n cases of each in the quick tier."""
+    if config.getoption("--vllm-device") != "cpu":
+        return  # tests/engines/vllm/conftest.py chooses
     v2 = config.getoption("--model-runner-v2")
     chosen = [item for item in items if not v2 or item.get_closest_marker("runner_v2")]
     if not config.getoption("--all") and not any("::" in str(arg) for arg in config.args):

@@ -151,6 +151,7 @@ def examine(names: Sequence[str | Recipe] | None = None, head_dim: int = 128) ->
     import torch
 
     from kvant import models, recipes
+    from kvant.engines.vllm import versions
     from kvant.layout import Layout
     from kvant.ops import OPS, explain, implementations
 
@@ -192,6 +193,7 @@ def examine(names: Sequence[str | Recipe] | None = None, head_dim: int = 128) ->
         "devices": devices,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "engines": engines,
+        "vllm_on_gpu": {release: versions.on_gpu(release) for release in versions.KNOWN},
         "smollm2": str(smollm2) if smollm2.exists() else None,
         "implementations": found,
         "taken": taken,
@@ -263,6 +265,8 @@ def _shape(model: dict[str, Any] | None) -> Any:
 
 def _print_machine(found: dict[str, Any]) -> None:
     """One line for everything that a user may ask of the machine: yes or no, and why."""
+    from kvant.engines.vllm.versions import gpu_summary
+
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
     cpu, model = found["cpu"], found["model"]
     if cpu["missing"]:
@@ -289,6 +293,7 @@ def _print_machine(found: dict[str, Any]) -> None:
         lines.append((True, "model", f"{model['name']}: {told}"))
     for good, name, text in lines:
         print(f"{'yes' if good else 'no':3} {name:12} {text}")
+    print(gpu_summary())
 
 
 def _print_recommended(found: dict[str, Any], head_dim: int) -> None:

@@ -18,6 +18,7 @@ from kvant import recipes
 from kvant.cli import _mistake, main, parser
 from kvant.cli.common import print_table
 from kvant.cli.recipes import RECOMMENDED
+from kvant.engines.vllm import versions
 from kvant.eval.tasks import get as get_task
 from kvant.layout import Layout
 from kvant.ops import OPS, choose
@@ -172,6 +173,18 @@ def test_doctor_answers_for_a_model_in_a_screen(capsys: pytest.CaptureFixture[st
     code, out, _ = run(capsys, "doctor", "--model", "no/such/model", "--json")
     assert code == 1
     assert "or a preset (" in json.loads(out)["model"]["refused"]
+
+
+def test_doctor_says_inside_which_vllm_kvant_was_run_on_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "ON_GPU", {"0.26": "without torch.compile", "0.33": "with vLLM's defaults"})
+    _, out, _ = run(capsys, "doctor")
+    told = "inside vLLM 0.26 (without torch.compile), 0.33 (with vLLM's defaults); not inside 0.29, 0.30, 0.31, 0.32"
+    assert f"kvant was run on a GPU {told}\n" in out
+    _, out, _ = run(capsys, "doctor", "--json")
+    found = json.loads(out)["vllm_on_gpu"]
+    assert tuple(found) == versions.KNOWN and found["0.33"] == "with vLLM's defaults" and found["0.32"] is None
 
 
 @pytest.mark.parametrize(("version", "served"), [("0.29.0", True), ("0.26.0", False), (None, True)])

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import torch
+import vllm
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.attention import Attention
@@ -19,7 +20,7 @@ from kvant.artifact import Artifact
 from kvant.engines import fold
 from kvant.engines.config_ropes import ropes_from
 from kvant.engines.fingerprint import fingerprint_of_files
-from kvant.engines.vllm import flash, folding, options, pages
+from kvant.engines.vllm import flash, folding, options, pages, versions
 from kvant.engines.vllm.checks import (
     check_block,
     check_config,
@@ -96,6 +97,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
                 f"kvant cannot serve layer {name}: it has {layer.num_kv_heads} KV heads on this rank, the model has {len(heads)}"
             )
         groups.setdefault((asked[name], layer.num_heads, layer.head_size, layer.sliding_window), []).append(name)
+    _tell_version(vllm.__version__, device, rank)
     first_pages = _sink_rows(config, chosen, groups, len(heads), device)
     rows = config.scheduler_config.max_num_seqs + _spare_rows(config, chosen, groups, first_pages)
     found = []
@@ -289,6 +291,13 @@ def _fingerprint(config: Any) -> tuple[str | None, str]:
     if directory is None:
         return None, "its files were not found"
     return fingerprint_of_files(directory), f"the files in {directory} do not determine it"
+
+
+def _tell_version(version: str, device: torch.device, rank: int) -> None:
+    if device.type == "cuda" and versions.on_gpu(version) is None and not rank:
+        logger.warning_once(
+            "kvant was tested inside vLLM %s on a CPU, and has not been run on a GPU inside this version", version
+        )
 
 
 def _tell(group: LayerGroup, artifact: Artifact | None, rows: int, rank: int) -> None:

@@ -14,12 +14,18 @@ import torch
 
 from kvant import recipes
 from kvant.artifact import Artifact
-from tests.engines.vllm import runner_v2
+from kvant.engines.vllm.options import block_tokens
+from tests.engines.vllm import device, runner_v2
 from tests.fitted import made_up_tensors
 
 GROUPS = {"0": "kivi-k2v2-sink", "1": "kitty-pro", "2": "kivi-k4v4", "3": "saw-int4"}  # in blocks of 128 tokens
 LAYERS = {"0": "saw-int4", "1": "oscar", "2": "kvant-2", "3": "vecinfer-2"}
 HEADS, KV_HEADS, DIM, VOCAB = 4, 2, 64, 512
+ONE_GPU = {  # ranks that share it, see one_gpu.py
+    "distributed_executor_backend": "mp",
+    "worker_cls": "tests.engines.vllm.one_gpu.OneGpuWorker",
+    "disable_custom_all_reduce": True,
+}
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: ./scripts/setup --vllm"
 )
@@ -35,6 +41,11 @@ def release() -> str:
     import vllm
 
     return ".".join(vllm.__version__.split(".")[:2])
+
+
+def block_of(recipe: str) -> int:
+    """Tokens of a block: 64 where a recipe codes tokens one by one, 128 where it codes groups of them."""
+    return block_tokens(recipes.get(recipe))
 
 
 def tiny_model(directory: Path, layers: int = 4, vocab: int = VOCAB) -> Path:
@@ -271,15 +282,15 @@ def made_up_artifacts(
 
 
 def engine(model: Path, kvant: dict[str, Any], blocks: int = 200, **other: Any) -> Any:
-    """An engine of vLLM with kvant behind its attention, and the recorder in its workers."""
+    """An engine of vLLM with kvant behind its attention, and the recorder in its workers; on the device that was asked
+    for."""
     from vllm import LLM
 
     options: dict[str, Any] = {
-        "dtype": "float32",
+        **device.engine_options(),
         "max_model_len": 1024,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 1024,
-        "enforce_eager": True,
         "block_size": 64,
         "skip_tokenizer_init": True,
         "num_gpu_blocks_override": blocks,
@@ -288,8 +299,13 @@ def engine(model: Path, kvant: dict[str, Any], blocks: int = 200, **other: Any) 
         "worker_extension_cls": "tests.engines.vllm.recorder.Recorder",
         "additional_config": {"kvant": kvant},
     }
+    if device.on_gpu() and other.get("tensor_parallel_size", 1) > 1:
+        options |= ONE_GPU
+    device.note(kvant)
     made = LLM(str(model), **{**options, **other})
-    if runner_v2.used():
+    if device.on_gpu():
+        device.check(made)
+    elif runner_v2.used():
         runner_v2.check(made)
     return made
 

@@ -1,5 +1,5 @@
-"""vLLM's offloading connector without a GPU: its own scheduler and manager, with a worker that copies blocks at once. vLLM's own worker
-needs CUDA."""
+"""vLLM's offloading connector without a GPU: its own scheduler and manager, with a worker that copies blocks at once.
+vLLM's own worker needs CUDA; on a GPU it is that one which copies, and it is watched."""
 
 from __future__ import annotations
 
@@ -65,3 +65,27 @@ def use_copies(monkeypatch: Any) -> None:
             return Copies(kv_caches, self.tokens_per_block[0])
 
     monkeypatch.setitem(OffloadingSpecFactory._registry, "CPUOffloadingSpec", lambda: CopyingSpec)
+
+
+def watch_copies(monkeypatch: Any) -> None:
+    """Makes the spec CPUOffloadingSpec tell what its worker copies. On a GPU."""
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    def telling(submit: Callable[..., bool], loads: bool, tokens: int) -> Callable[..., bool]:
+        def run(job_id: int, src_spec: Any, dst_spec: Any, **expedited: bool) -> bool:
+            blocks, chunks = (dst_spec, src_spec) if loads else (src_spec, dst_spec)
+            for block, chunk in zip(blocks.block_ids.tolist(), chunks.block_ids.tolist(), strict=True):
+                told(loads, chunk, range(block * tokens, (block + 1) * tokens))
+            return submit(job_id, src_spec, dst_spec, **expedited)
+
+        return run
+
+    class WatchedSpec(CPUOffloadingSpec):
+        def create_worker(self, kv_caches: Any) -> Any:
+            worker, tokens = super().create_worker(kv_caches), self.tokens_per_block[0]
+            worker.submit_store = telling(worker.submit_store, False, tokens)
+            worker.submit_load = telling(worker.submit_load, True, tokens)
+            return worker
+
+    monkeypatch.setitem(OffloadingSpecFactory._registry, "CPUOffloadingSpec", lambda: WatchedSpec)

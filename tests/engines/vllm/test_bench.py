@@ -52,14 +52,24 @@ class FakeEngine:
 
     def __init__(self, clock: list[float], room: int, chunk: int = 10) -> None:
         self.clock, self.room, self.chunk = clock, room, chunk
+        self.asked: list[tuple[int, int]] = []
         self.waiting: list[Any] = []
         self.running: list[Any] = []
         self.engine_core = types.SimpleNamespace(engine_core=types.SimpleNamespace(scheduler=self))
 
     def add_request(self, name: str, prompt: dict[str, list[int]], settings: Any) -> str:
         size, output = len(prompt["prompt_token_ids"]), settings.max_tokens
+        self.asked.append((size, output))
         self.waiting.append(types.SimpleNamespace(name=f"{name}-inside", size=size, left=size, output=output, made=0))
         return f"{name}-inside"
+
+    def abort_request(self, names: list[str]) -> None:
+        inside = {f"{name}-inside" for name in names}
+        self.waiting = [each for each in self.waiting if each.name not in inside]
+        self.running = [each for each in self.running if each.name not in inside]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.running)
 
     def update_from_output(self, scheduled: Any, made: Any) -> Any:
         outputs = [types.SimpleNamespace(request_id=name, new_token_ids=tokens) for name, tokens in made.items()]
@@ -82,7 +92,10 @@ class FakeEngine:
         self.running = [each for each in self.running if each.made < each.output]
         return [
             types.SimpleNamespace(
-                finished=True, num_cached_tokens=3, outputs=[types.SimpleNamespace(token_ids=[7] * each.output)]
+                finished=True,
+                request_id=each.name.removesuffix("-inside"),
+                num_cached_tokens=3,
+                outputs=[types.SimpleNamespace(token_ids=[7] * each.output)],
             )
             for each in ended
         ]
@@ -118,6 +131,47 @@ def test_waiting_for_room_counts_as_time_to_the_first_token(timing: Any, clock: 
     )  # 2 s and two steps of 0.5 s each, one after the other
     assert found["ttft_s"] == {"median": 5.0, "p99": 8.0} and found["at_once"] == 1
     assert found["prompt_tokens_per_second_until_last_first_token"] == round(30 / 8, 2)
+
+
+@needs_vllm
+def test_the_steady_state_counts_tokens_after_the_fill(timing: Any, clock: Iterator[list[float]]) -> None:
+    """Four requests of 10 + 8 of which two at once find room: they are spread over their answers, and one that ends
+    gives way to the next, whose prompt is a step of 2 s."""
+    engine = FakeEngine(next(clock), room=2, chunk=100)
+    server = timing.Server(types.SimpleNamespace(llm_engine=engine))
+    found = server.steady(lambda count: [1] * count, timing.Point("work", 4, 4, 10, 8), seconds=20.0)
+    assert found["seconds"] >= 20 and found["fill_seconds"] > 0 and found["at_once"] == 2
+    steps = server.steps.steps
+    window = steps[-next(i for i in range(1, len(steps)) if sum(s[0] for s in steps[-i:]) >= found["seconds"]) :]
+    assert found["output_tokens"] == sum(step[2] for step in window)
+    assert found["output_tokens_per_second"] == found["output_tokens"] / found["seconds"]
+    assert found["ended"] >= 3 and found["drafts_accepted"] is None
+    assert not engine.running and not engine.waiting  # given up
+    assert sorted(engine.asked[:4]) == [(10, 8), (12, 6), (14, 4), (16, 2)] and set(engine.asked[4:]) == {(10, 8)}
+
+
+@needs_vllm
+def test_drafts_that_are_verified_are_no_prompt(timing: Any, clock: Iterator[list[float]]) -> None:
+    engine = FakeEngine(next(clock), room=1)
+    steps = timing.Steps(engine)
+    steps.begin()
+    steps.sent["a"] = 0.0
+    scheduled = types.SimpleNamespace(num_scheduled_tokens={"a": 5}, scheduled_spec_decode_tokens={})
+    steps._timed(scheduled, {"a": [7]})
+    scheduled = types.SimpleNamespace(num_scheduled_tokens={"a": 4}, scheduled_spec_decode_tokens={"a": [1, 2, 3]})
+    steps._timed(scheduled, {"a": [7, 8]})
+    assert [step[1:3] for step in steps.steps] == [(5, 1), (0, 2)]
+    assert (steps.drafted, steps.accepted) == (3, 1)
+
+
+def test_caches_with_speculation_are_measured_beside_those_without(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = "--tiny --against cpu --recipe saw-int4 --ngram saw-int4,cpu --seconds 5 --work 4x100+8"
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *asked.split()])
+    found: list[Any] = []
+    monkeypatch.setattr(bench, "check", lambda args, own, chosen, points: found.append((own, chosen)) or exit(0))
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert found == [(["cpu", "cpu+ngram"], ["saw-int4", "saw-int4+ngram"])]
 
 
 def test_percentiles_are_measured_values(timing: Any) -> None:
@@ -197,6 +251,8 @@ def test_tables_fit_a_terminal(bench: Any, capsys: pytest.CaptureFixture[str]) -
         ("--json /nowhere/at/all.json", "there is no directory /nowhere/at"),
         ("--compare 2 --compare-model /nowhere", "/nowhere"),
         ("--first-only fp8", "fp8 is not among the caches"),
+        ("--seconds 5 --long 100", "--seconds is for --work"),
+        ("--ngram fp4", "fp4"),
         ("--against bf16", "needs a GPU"),
     ],
 )

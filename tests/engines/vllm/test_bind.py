@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvant.engines.vllm.options import Options
 from kvant.recipes import get
@@ -36,3 +38,22 @@ def test_ended_sequences_keep_rows_where_hits_need_them(
     )
     groups = {(get(recipe), 32, 128, sliding_window): ["layer"]}
     assert _spare_rows(config, Options((), spare_overlay_rows=asked), groups, sink_rows) == spare
+
+
+@needs_vllm
+def test_a_version_that_was_not_run_on_a_gpu_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvant.engines.vllm import bind, versions
+
+    monkeypatch.setattr(bind.logger, "propagate", True)
+    monkeypatch.setattr(versions, "ON_GPU", {"0.26": "without torch.compile"})
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    with caplog.at_level(logging.WARNING, "vllm.kvant"):
+        for version, device, rank in (("0.26.0", gpu, 0), ("0.29.1", cpu, 0), ("0.29.1", gpu, 1)):
+            bind._tell_version(version, device, rank)
+        assert not caplog.records
+        for _ in range(2):
+            bind._tell_version("0.29.1", gpu, 0)
+    (record,) = caplog.records
+    assert "inside vLLM 0.29.1 on a CPU, and has not been run on a GPU" in record.getMessage()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm import runner_v2
+from tests.engines.vllm.device import EVERY
 from tests.engines.vllm.engines import (
     GROUPS,
     LAYERS,
@@ -83,6 +84,7 @@ def compared(llm: Any) -> dict[str, int]:
     return seen
 
 
+@pytest.mark.cell("prefix hit", setups=EVERY)
 @pytest.mark.runner_v2(1)
 def test_prefix_hit(start: Any, size: int) -> None:
     llm = start(size)
@@ -94,6 +96,7 @@ def test_prefix_hit(start: Any, size: int) -> None:
     assert seen["prefills"] and seen["decodes"] > 4 * 200 and seen["behind a prefix"], seen
 
 
+@pytest.mark.cell("sinks of a prefix whose row was given away", setups=("v2-piecewise",))
 @pytest.mark.runner_v2(0)
 def test_sinks_of_a_prefix_whose_row_was_given_away(start: Any, size: int) -> None:
     """There is one row: other requests have taken it before the prefix is hit."""
@@ -108,6 +111,7 @@ def test_sinks_of_a_prefix_whose_row_was_given_away(start: Any, size: int) -> No
     assert seen["behind a prefix"], seen
 
 
+@pytest.mark.cell("hit after eviction")
 @pytest.mark.runner_v2(1)
 @pytest.mark.slow
 def test_prefix_hit_after_eviction(start: Any, size: int) -> None:
@@ -124,6 +128,7 @@ def test_prefix_hit_after_eviction(start: Any, size: int) -> None:
     assert seen["overwritten"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.cell("chunked prefill", setups=EVERY)
 @pytest.mark.runner_v2(1)
 def test_chunked_prefill(start: Any, size: int) -> None:
     llm = start(size, max_num_batched_tokens=96)
@@ -132,6 +137,7 @@ def test_chunked_prefill(start: Any, size: int) -> None:
     assert seen["prefills"] > 4 * 6 and not seen["behind a prefix"], seen
 
 
+@pytest.mark.cell("prefix of a chunk of the same step", setups=("v2-piecewise",))
 @pytest.mark.runner_v2(0)
 @pytest.mark.slow
 def test_prefix_of_a_chunk_of_the_same_step(start: Any, size: int) -> None:
@@ -144,6 +150,7 @@ def test_prefix_of_a_chunk_of_the_same_step(start: Any, size: int) -> None:
     assert seen["shared at once"], seen
 
 
+@pytest.mark.cell("preemption")
 @pytest.mark.runner_v2(1)
 @pytest.mark.slow
 def test_preemption(start: Any, size: int) -> None:
@@ -166,6 +173,7 @@ def test_a_block_that_another_tenant_left(start: Any, size: int) -> None:
     assert seen["shared at once"] and seen["overwritten"], seen
 
 
+@pytest.mark.cell("n = 4")
 @pytest.mark.runner_v2(1)
 @pytest.mark.slow
 def test_parallel_sampling(start: Any, size: int) -> None:
@@ -176,6 +184,7 @@ def test_parallel_sampling(start: Any, size: int) -> None:
     assert seen["shared at once"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.cell("n-grams", setups=EVERY)
 @pytest.mark.runner_v2(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -192,6 +201,7 @@ def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: 
     assert seen["taken back"] and seen["verified"] and not seen["prefills"], seen
 
 
+@pytest.mark.cell("a draft of 16 bits: {method}", setups=("v1-eager",))
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "eagle"])
 def test_speculation_with_a_draft_of_its_own(start: Any, tmp_path: Path, method: str, size: int, model: Any) -> None:
@@ -210,6 +220,7 @@ def test_speculation_with_a_draft_of_its_own(start: Any, tmp_path: Path, method:
     assert seen["taken back"] and seen["verified"] and seen["prefills"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.cell("a draft with recipe {recipe}: {method}")
 @pytest.mark.runner_v2(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["eagle", "draft_model", "eagle3"])
@@ -230,13 +241,14 @@ def test_layers_of_a_draft_with_a_recipe(start: Any, tmp_path: Path, method: str
     assert seen["taken back"] and seen["verified"] and seen["prefills"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.cell("MTP")
 @pytest.mark.runner_v2(0)
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["saw-int4", "kvant-4", "kvant-2", "kivi-k2v2-sink"])
-def test_multi_token_prediction(tmp_path: Path, recipe: str) -> None:
+def test_multi_token_prediction(tmp_path: Path, size: int) -> None:
     """A layer of the checkpoint itself (MTP) is the draft; vLLM calls it once, or again for every further draft."""
-    size = 128 if recipe.startswith("kivi") else 64
-    kvant = {"recipe": recipe, "artifact": made_up_artifacts(tmp_path, names=[recipe])}
+    kvant: dict[str, Any] = {"layers": GROUPS}
+    if size == 64:
+        kvant = {"layers": LAYERS, "artifact": made_up_artifacts(tmp_path)}
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
     if runner_v2.used():  # which does not choose the draft's attention
         kvant, drafts = {**kvant, "draft": "saw-int4"}, {**drafts, "attention_backend": "CUSTOM"}
@@ -255,6 +267,7 @@ def test_multi_token_prediction(tmp_path: Path, recipe: str) -> None:
         close(llm)
 
 
+@pytest.mark.cell("tensor parallel 2", setups=("v2-eager", "v1-eager"))
 @pytest.mark.slow
 def test_tensor_parallel(start: Any, size: int) -> None:
     llm = start(size, tensor_parallel_size=2, max_num_batched_tokens=256)

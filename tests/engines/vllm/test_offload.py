@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.vllm import device
 from tests.engines.vllm.engines import (
     GROUPS,
     LAYERS,
@@ -20,7 +21,7 @@ from tests.engines.vllm.engines import (
     run,
     tiny_model,
 )
-from tests.engines.vllm.offloading import CONFIG, use_copies
+from tests.engines.vllm.offloading import CONFIG, use_copies, watch_copies
 
 pytestmark = needs_vllm
 
@@ -36,7 +37,7 @@ def start(model: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> Ite
     made: list[Any] = []
 
     def begin(layers: dict[str, str], **options: Any) -> Any:
-        use_copies(monkeypatch)
+        watch_copies(monkeypatch) if device.on_gpu() else use_copies(monkeypatch)
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         config = {**CONFIG, "kv_connector_extra_config": {**CONFIG["kv_connector_extra_config"]}}
         kvant = {"layers": layers, "artifact": model[1]}
@@ -49,6 +50,7 @@ def start(model: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> Ite
         close(llm)
 
 
+@pytest.mark.cell("offload to CPU memory", setups=("v1-eager",))
 @pytest.mark.parametrize(
     ("layers", "size"), [(LAYERS, 64), ({"0-": "saw-int4"}, 64), pytest.param(GROUPS, 128, marks=pytest.mark.slow)]
 )
@@ -67,6 +69,7 @@ def test_a_prefix_comes_back_from_cpu_memory(start: Any, layers: dict[str, str],
     assert not seen["short of sinks"], seen
 
 
+@pytest.mark.cell("offload to CPU memory", setups=("v2-eager",), refused="reason")
 @pytest.mark.parametrize(
     ("layers", "config", "reason"),
     [
@@ -85,6 +88,7 @@ def test_what_is_refused(layers: str, config: dict[str, Any], reason: str) -> No
     from kvant import recipes
     from kvant.engines.vllm.checks import check_connector
 
+    device.note({"recipe": layers})
     name = config.get("kv_connector", "OffloadingConnector")
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=config)
     drafting = SimpleNamespace(method=config["method"]) if "method" in config else None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engines.vllm.device import recipes
 from tests.engines.vllm.engines import (
     DIM,
     GROUPS,
@@ -16,6 +17,7 @@ from tests.engines.vllm.engines import (
     KV_HEADS,
     LAYERS,
     VOCAB,
+    block_of,
     close,
     engine,
     made_up_artifacts,
@@ -68,6 +70,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny("GraniteSWA", tmp_path_factory.mktemp("granite"))
 
 
+@pytest.mark.cell("sinks of the model")
 @pytest.mark.parametrize("size", [64, 128])
 def test_pages_and_attention(granite: Path, size: int, tmp_path: Path) -> None:
     """Recipes that code tokens one by one, and recipes that code groups: prompts without and with a history, prefix hits, decodes."""
@@ -85,19 +88,21 @@ def test_pages_and_attention(granite: Path, size: int, tmp_path: Path) -> None:
         close(llm)
 
 
+@pytest.mark.cell("sinks of the model and sliding windows (gpt-oss)")
 @pytest.mark.few(2)
-@pytest.mark.parametrize("recipe", ["saw-int4", "kvant-2", "kvant-4"])
+@pytest.mark.parametrize("recipe", recipes("saw-int4", "kvant-2", "kvant-4"))
 def test_sinks_and_sliding_windows(recipe: str, tmp_path: Path) -> None:
     """gpt-oss, whose layers have a sliding window by turns: chunks, a prefix hit, pages that are given back."""
     path = tiny("GptOss", tmp_path / "model")
     artifacts = made_up_artifacts(tmp_path, names=[recipe])
-    llm = engine(path, {"recipe": recipe, "artifact": artifacts}, max_num_batched_tokens=150)
+    size = block_of(recipe)
+    llm = engine(path, {"recipe": recipe, "artifact": artifacts}, block_size=size, max_num_batched_tokens=150)
     try:
         llm.collective_rpc("record")
         long = prompt(0, 330)
         run(llm, [long + prompt(2, 30), prompt(3, 20)], 5)
         found = run(llm, [long + prompt(4, 60), prompt(6, 90)], 40)
-        assert found[0].num_cached_tokens == 320
+        assert found[0].num_cached_tokens == 330 // size * size
         seen = compared(llm)
         assert seen["prefills"] and seen["given back"] and seen["fresh"], seen
     finally:
