@@ -171,6 +171,24 @@ def test_no_path_but_health_is_open(server: Server) -> None:
     assert str(server.port) in listed and KEY not in listed
 
 
+def test_options_show_no_figures_and_a_browser_may_ask_what_it_may_send(server: Server) -> None:
+    place = f"http://127.0.0.1:{server.port}/metrics"
+    browser = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+    for method in ("OPTIONS", "HEAD", "POST", "DELETE", "ODD"):
+        for headers in ({}, {"Origin": "https://example.org"}, *([browser] if method != "OPTIONS" else [])):
+            with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+                urllib.request.urlopen(urllib.request.Request(place, None, headers, method=method), timeout=60)
+            assert b"vllm:" not in refused.value.read()
+    asked = {**browser, "Access-Control-Request-Headers": "authorization"}
+    with urllib.request.urlopen(urllib.request.Request(place, None, asked, method="OPTIONS"), timeout=60) as answer:
+        assert answer.read() == b"OK"
+        assert (
+            answer.headers["Access-Control-Allow-Origin"] == "*"
+            and "POST" in answer.headers["Access-Control-Allow-Methods"]
+        )
+        assert answer.headers["Access-Control-Allow-Headers"] == "authorization"
+
+
 def test_chat_completion_streaming_and_log_probabilities(server: Server) -> None:
     async def talk() -> None:
         api = client(server)
