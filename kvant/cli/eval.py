@@ -214,15 +214,15 @@ def run(args: argparse.Namespace) -> int:
             each["kl_se"] = None if math.isnan(each["kl_se"]) else each["kl_se"]  # of one token there is none
         entries.append({"text": scored.name, **scored.facts, **measured, "results": found})
         report = {**common, **(entries[0] if len(texts) == 1 else {}), "texts": entries}
-        if args.json:  # after every text, so that an interrupted run keeps what it has
-            write_json(args.json, report)
-        if page is not None:
-            page.write(report)
         print_results(results, scored)
         tell_what_is_not_packed(chosen, scored.text)
         if args.profile:
             for result in results:
                 print_profile(result, shape.attention_layers)
+        if args.json:  # after every text, so that an interrupted run keeps what it has
+            write_json(args.json, report)
+        if page is not None:
+            page.write(report)
     return 0
 
 

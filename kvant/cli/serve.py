@@ -12,6 +12,7 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -324,7 +325,12 @@ def _handed_over(found: LocatedArtifact) -> str:
     """The directory from which vLLM's processes load an artifact."""
     path = found.path
     if path is None:  # it could not be cached
-        path = found.artifact.save(tempfile.mkdtemp(prefix="kvant-artifact-")).parent
+        path = Path(tempfile.mkdtemp(prefix="kvant-artifact-"))
+        try:
+            found.artifact.save(path)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         say(f"written to {path} for this server")
     return str(Path(path).absolute())
 

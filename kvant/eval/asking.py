@@ -26,7 +26,7 @@ from kvant.engines import graphs, lending
 from kvant.eval.padding import pad_rows
 from kvant.eval.prompt_states import PromptStates, padded
 from kvant.eval.tasks import Question, Task
-from kvant.files import cache_dir, collect, replacing
+from kvant.files import cache_dir, collect, directory_for, replacing
 
 Tensor = torch.Tensor
 ABANDONED = 30 * 24 * 3600  # seconds after which answers of an interrupted run are removed
@@ -297,16 +297,14 @@ class Journal:
 
     def write(self, found: dict[tuple[int, int], Answer]) -> None:
         """Stores the answers so far. Where the directory cannot be written to, the run only cannot be continued later."""
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path) as temporary:
-                temporary.write_text(json.dumps({"answers": [dataclasses.asdict(a) for a in found.values()]}))
+        with contextlib.suppress(OSError), directory_for(self.path.parent), replacing(self.path) as temporary:
+            temporary.write_text(json.dumps({"answers": [dataclasses.asdict(a) for a in found.values()]}))
 
     def remove(self) -> None:
         """Removes the stored answers of this run, which is complete, and those of runs that were abandoned."""
-        self.path.unlink(missing_ok=True)
         collect(self.path.parent)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a directory that cannot be written to
+            self.path.unlink(missing_ok=True)
             for entry in list(os.scandir(self.path.parent)):
                 if entry.name.endswith(".json") and time.time() - entry.stat().st_mtime > ABANDONED:
                     Path(entry.path).unlink(missing_ok=True)
