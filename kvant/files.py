@@ -44,8 +44,9 @@ def writing(target: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def replacing(target: Path, private: bool = False) -> Iterator[Path]:
     """A temporary path to write to, which is renamed to the target when everything is written and synced. Until then, and
-    if anything fails, the target is unchanged and the temporary file removed; see `writing`. The new file has the permissions of the one that it replaces, or those that the umask
-    leaves; a private one is its owner's alone. A directory, a FIFO or a device is not replaced."""
+    if anything fails, the target is unchanged; the temporary file is removed, and the error is that of `writing`. The new file has
+    the permissions of the one that it replaces, or those that the umask leaves; a private one is its owner's alone. A directory, a
+    FIFO or a device is not replaced."""
     check_replaceable(target, "output")
     collect(target.parent, target.name)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")

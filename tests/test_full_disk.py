@@ -75,6 +75,11 @@ def full(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     yield directory
 
 
+def half_written(path: Path, error: BaseException) -> None:
+    path.write_text("half of it")
+    raise error
+
+
 def files_of(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.rglob("*") if path.is_file() and path.name != "filler")
 
@@ -88,21 +93,18 @@ def test_whatever_a_writer_raises_is_one_error_that_names_the_file(kind: str, tm
         pytest.raises(OSError, match=f"^cannot write '{target}': .*{reason}$") as caught,
         replacing(target) as temporary,
     ):
-        temporary.write_text("half of it")
-        raise ERRORS[kind]
+        half_written(temporary, ERRORS[kind])
     assert caught.value.errno == (None if kind == "an older safetensors" else errno.ENOSPC)
     assert target.read_text() == "old" and files_of(tmp_path) == ["x"]
     with pytest.raises(OSError, match="cannot write"), making_directory(tmp_path / "new" / "d") as temporary:
-        (temporary / "part").write_text("half of it")
-        raise ERRORS[kind]
+        half_written(temporary / "part", ERRORS[kind])
     assert files_of(tmp_path) == ["x"] and [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), ValueError("bad tensor")])
 def test_what_is_no_failure_of_the_disk_stays_what_it_is(error: BaseException, tmp_path: Path) -> None:
     with pytest.raises(type(error)) as caught, replacing(tmp_path / "x") as temporary:
-        temporary.write_text("half of it")
-        raise error
+        half_written(temporary, error)
     assert caught.value is error and files_of(tmp_path) == []
 
 
