@@ -120,8 +120,8 @@ def scored_texts(args: argparse.Namespace) -> list[Scored]:
     """What is scored of every text. The weights are not read: wrong files are refused before that."""
     from kvant import models
     from kvant.chats import Chats
-    from kvant.eval.asking import context_of
     from kvant.eval.segments import ChatSegments, Segments
+    from kvant.shape import context_of
 
     sources = [(name, read_source(name)) for name in text_names(args.text)]
     tokenizer = models.tokenizer_of(args.model, say)
@@ -130,6 +130,13 @@ def scored_texts(args: argparse.Namespace) -> list[Scored]:
         if isinstance(calibration, Chats):
             calibration.check(tokenizer)
     longest = context_of(models.config_of(args.model, say))
+    if longest is not None and args.offset >= longest:
+        raise ValueError(f"--offset {args.offset}: the model has {longest} positions")
+    given = [(name, source) for name, source in sources if not isinstance(source, Chats)]
+    if longest is not None and given and args.offset + args.context > longest:
+        raise ValueError(
+            f"--context {args.context}{f' and --offset {args.offset}' if args.offset else ''}: the model has {longest} positions"
+        )
     out = []
     for name, source in sources:
         if isinstance(source, Chats):
@@ -167,9 +174,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--batch must be positive, got {args.batch}")
     texts = scored_texts(args)
     model, tokenizer = load_model(args)
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if most is not None and args.offset >= most:
-        raise ValueError(f"--offset {args.offset}: the model has {most} positions")
     from kvant.engines.hybrid import cache_for, packed_of
     from kvant.eval import evaluate
     from kvant.layouts import Layouts

@@ -116,6 +116,7 @@ def server(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         "64",
     )
     options += ("--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 21), "--enforce-eager")
+    options += ("--allowed-origins", '["https://example.org"]')  # vLLM's default is none
     made = Server(tmp_path_factory.mktemp("log") / "log", served, *options, key=KEY)
     try:
         made.wait()
@@ -174,18 +175,20 @@ def test_no_path_but_health_is_open(server: Server) -> None:
 def test_options_show_no_figures_and_a_browser_may_ask_what_it_may_send(server: Server) -> None:
     place = f"http://127.0.0.1:{server.port}/metrics"
     browser = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
-    for method in ("OPTIONS", "HEAD", "POST", "DELETE", "ODD"):
+    for method in ("OPTIONS", "HEAD", "POST", "DELETE", "PATCH"):
         for headers in ({}, {"Origin": "https://example.org"}, *([browser] if method != "OPTIONS" else [])):
             with pytest.raises(urllib.error.HTTPError, match="401") as refused:
                 urllib.request.urlopen(urllib.request.Request(place, None, headers, method=method), timeout=60)
             assert b"vllm:" not in refused.value.read()
+    foreign = {**browser, "Origin": "https://example.com"}
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        urllib.request.urlopen(urllib.request.Request(place, None, foreign, method="OPTIONS"), timeout=60)
+    assert "Access-Control-Allow-Origin" not in refused.value.headers and b"vllm:" not in refused.value.read()
     asked = {**browser, "Access-Control-Request-Headers": "authorization"}
     with urllib.request.urlopen(urllib.request.Request(place, None, asked, method="OPTIONS"), timeout=60) as answer:
         assert answer.read() == b"OK"
-        assert (
-            answer.headers["Access-Control-Allow-Origin"] == "*"
-            and "POST" in answer.headers["Access-Control-Allow-Methods"]
-        )
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://example.org"
+        assert "POST" in answer.headers["Access-Control-Allow-Methods"]
         assert answer.headers["Access-Control-Allow-Headers"] == "authorization"
 
 
