@@ -178,7 +178,7 @@ def test_no_token_is_beyond_the_models_context(
     if prompt > 511:
         assert (code, out, err.splitlines()[-1]) == (2, "", f"kvant generate: {message}")
     else:
-        assert code == 0 and 1 <= len(json.loads(out)["tokens"]) <= 7
+        assert code == 0 and 1 <= len(json.loads(out)["results"][0]["tokens"]) <= 7
         assert (f"kvant: {message}" in err.splitlines()) == (message is not None)
         assert ("the answer ends" in err) == (message is not None)
 
