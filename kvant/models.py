@@ -188,6 +188,8 @@ def tokenizer_of(name: str, say: Any = None) -> Any:
 
     file = gguf_file(name)
     source = "" if file else resolve(name, say)
+    if file is None:
+        config_of(name)  # which transformers reads too, to know the tokenizer
     with _refusing(name):
         if file is not None:
             return transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

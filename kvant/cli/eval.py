@@ -132,11 +132,6 @@ def scored_texts(args: argparse.Namespace) -> list[Scored]:
     longest = context_of(models.config_of(args.model, say))
     if longest is not None and args.offset >= longest:
         raise ValueError(f"--offset {args.offset}: the model has {longest} positions")
-    given = [(name, source) for name, source in sources if not isinstance(source, Chats)]
-    if longest is not None and given and args.offset + args.context > longest:
-        raise ValueError(
-            f"--context {args.context}{f' and --offset {args.offset}' if args.offset else ''}: the model has {longest} positions"
-        )
     out = []
     for name, source in sources:
         if isinstance(source, Chats):
@@ -150,6 +145,9 @@ def scored_texts(args: argparse.Namespace) -> list[Scored]:
                 segments = Segments.over(ids, args.context, args.tokens, args.prompt, tokenizer.bos_token_id)
             except ValueError as error:
                 raise ValueError(f"--text {name!r}: {error}") from None
+            if longest is not None and args.offset + args.context > longest:
+                shifted = f" and --offset {args.offset}" if args.offset else ""
+                raise ValueError(f"--context {args.context}{shifted}: the model has {longest} positions")
             facts = {"kind": "text", "text_sha256": hashlib.sha256(source.encode()).hexdigest()}
             facts |= {"context": args.context, "prompt": segments.prompt}
             title = (

@@ -412,11 +412,10 @@ def _shape(data: Any, source: str) -> ModelShape | None:
         return None
     try:
         shape = ModelShape(tuple(data["layers"]), data["heads"], data["head_dim"], str(data["dtype"]))
-        for size in (
-            {"num_hidden_layers": len(shape.layers), "num_key_value_heads": shape.heads, "head_dim": shape.head_dim},
-            *({"sliding_window": window} for window in shape.layers),
-        ):
-            check_sizes(size, source)
+        sizes: dict[str, Any] = {"num_key_value_heads": shape.heads, "head_dim": shape.head_dim}
+        check_sizes({**sizes, "num_hidden_layers": len(shape.layers)}, source)
+        for window in shape.layers:
+            check_sizes({"sliding_window": window}, source)
         if shape.heads is None or shape.head_dim is None or not shape.layers:
             raise ValueError
         return shape
