@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 STALE = 24 * 3600  # seconds after which a temporary file is assumed to be abandoned
 _TEMPORARY = re.compile(r"\.(?P<name>.+)-[0-9a-f]{16}")
 _RUST = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust end the message of an I/O error
@@ -32,6 +30,8 @@ def writing(target: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        from safetensors import SafetensorError  # late, so that --help is fast
+
         rust = _RUST.search(str(error))
         if not rust and not isinstance(error, (OSError, SafetensorError)):
             raise

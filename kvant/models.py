@@ -155,7 +155,7 @@ def _reason(error: Exception) -> str:
     """An error in a line, the first of its text. Behind a class of transformers' configs stands the error that says more."""
     if isinstance(error, RecursionError):
         return "its files are nested too deeply"
-    cause = error.__cause__ if type(error).__module__ == "huggingface_hub.errors" else None
+    cause = error.__cause__ if type(error).__name__.startswith("StrictDataclass") else None
     first = (str(cause or error).strip().splitlines() or [""])[0].rstrip(".")
     plain = first and (cause or isinstance(error, (OSError, ValueError)))
     return first if plain else f"transformers raised {type(error).__name__}: {first}".rstrip(": ")
