@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvant.files import check_replaceable, kind, replacing
+from kvant.files import check_replaceable, directory_for, kind, replacing
 from kvant.recipe import MixedRecipe, Recipe
 from kvant.spec import Expected
 
@@ -68,7 +68,6 @@ class Artifact:
         """Writes the artifact atomically; an existing file is replaced when the new one is complete."""
         self.check_tensors()
         target = Path(directory) / FILE
-        target.parent.mkdir(parents=True, exist_ok=True)
         check_replaceable(target, "artifact")
         header = {
             "format": FORMAT,
@@ -78,7 +77,7 @@ class Artifact:
             "source": json.dumps(self.source),
         }
         header["seal"] = _seal(header)
-        with replacing(target) as temporary:
+        with directory_for(target.parent), replacing(target) as temporary:
             save_file({name: t.contiguous() for name, t in self._flat().items()}, temporary, metadata=header)
         return target
 

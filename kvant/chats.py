@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from kvant.spec import parse_json
 
 Message = dict[str, str]
 EXPECTED = '{"messages": [{"role": ..., "content": ...}, ...]}, or the list of messages alone'
@@ -45,7 +46,7 @@ class Chats:
                 continue
             place = f"{source}, line {number}"
             try:
-                found = json.loads(line)
+                found = parse_json(line)
             except ValueError as error:
                 raise ValueError(f"{place}: expected JSON: {EXPECTED}; {error}") from None
             chats.append(_messages(found.get("messages") if isinstance(found, dict) else found, place))
@@ -85,6 +86,8 @@ def _messages(found: Any, place: str) -> list[Message]:
 def encode(tokenizer: Any, messages: list[Message], where: str) -> Encoded:
     """Token ids of a whole chat, as the template renders it, and which of them are the assistant's."""
     whole = _render(tokenizer, messages, where)
+    if not whole.isascii() and any("\ud800" <= character <= "\udfff" for character in whole):
+        raise ValueError(f"{where}: expected Unicode text, got half of a surrogate pair")
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     special = set(tokenizer.all_special_ids)
@@ -122,8 +125,13 @@ def _span(tokenizer: Any, messages: list[Message], i: int, whole: str, where: st
 
 
 def _render(tokenizer: Any, messages: list[Message], where: str, **options: Any) -> str:
+    return str(templated(tokenizer, messages, where, tokenize=False, **options))
+
+
+def templated(tokenizer: Any, messages: Sequence[Message], where: str, **options: Any) -> Any:
+    """What the tokenizer's chat template makes of messages. `where` begins the error of a template that refuses them."""
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        return tokenizer.apply_chat_template(messages, **options)
     except ImportError:
         raise
     except Exception as error:  # a template may raise anything

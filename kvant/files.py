@@ -15,6 +15,7 @@ from pathlib import Path
 
 STALE = 24 * 3600  # seconds after which a temporary file is assumed to be abandoned
 _TEMPORARY = re.compile(r"\.(?P<name>.+)-[0-9a-f]{16}")
+_RUST = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust end the message of an I/O error
 
 
 def cache_dir() -> Path:
@@ -23,25 +24,46 @@ def cache_dir() -> Path:
 
 
 @contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """What fails while a file or directory is written, such as a full disk, becomes one OSError that names it. safetensors and
+    tokenizers raise errors of their own, which are none."""
+    try:
+        yield
+    except Exception as error:
+        from safetensors import SafetensorError  # late, so that --help is fast
+
+        rust = _RUST.search(str(error))
+        if not rust and not isinstance(error, (OSError, SafetensorError)):
+            raise
+        number = int(rust[1]) if rust else getattr(error, "errno", None)
+        failed = OSError(f"cannot write {str(target)!r}: {os.strerror(number) if number else error}")
+        failed.errno = number
+        raise failed from error
+
+
+@contextlib.contextmanager
 def replacing(target: Path, private: bool = False) -> Iterator[Path]:
     """A temporary path to write to, which is renamed to the target when everything is written and synced. Until then, and
-    if anything fails, the target is unchanged. The new file has the permissions of the one that it replaces, or those that the umask
-    leaves; a private one is its owner's alone. A directory, a FIFO or a device is not replaced."""
+    if anything fails, the target is unchanged; the temporary file is removed, and the error is that of `writing`. The new file has
+    the permissions of the one that it replaces, or those that the umask leaves; a private one is its owner's alone. A directory, a
+    FIFO or a device is not replaced."""
     check_replaceable(target, "output")
     collect(target.parent, target.name)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
     try:
-        yield temporary
-        try:
-            mode = stat.S_IMODE(os.stat(target).st_mode)
-        except FileNotFoundError:
-            mode = 0o666 & ~_umask()  # safetensors writes files that nobody else may read
-        os.chmod(temporary, 0o600 if private else mode)
-        _flush(temporary)
-        os.replace(temporary, target)
-        _flush(target.resolve().parent)
+        with writing(target):
+            yield temporary
+            try:
+                mode = stat.S_IMODE(os.stat(target).st_mode)
+            except FileNotFoundError:
+                mode = 0o666 & ~_umask()  # safetensors writes files that nobody else may read
+            os.chmod(temporary, 0o600 if private else mode)
+            _flush(temporary)
+            os.replace(temporary, target)
+            _flush(target.resolve().parent)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there may be no directory to remove it from
+            temporary.unlink()
         raise
 
 
@@ -69,13 +91,14 @@ def making_directory(target: Path) -> Iterator[Path]:
         _collect_directories(target)
         temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
         try:
-            temporary.mkdir()
-            yield temporary
-            for path in sorted(temporary.rglob("*")):
-                _flush(path)
-            _flush(temporary)
-            os.rename(temporary, target)
-            _flush(target.resolve().parent)
+            with writing(target):
+                temporary.mkdir()
+                yield temporary
+                for path in sorted(temporary.rglob("*")):
+                    _flush(path)
+                _flush(temporary)
+                os.rename(temporary, target)
+                _flush(target.resolve().parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise

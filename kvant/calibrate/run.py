@@ -106,8 +106,8 @@ def calibrate_all(
             raise ValueError("max_position must be given: the model's config does not say how many positions it serves")
         max_position = longest
     for name, value in (("tokens", tokens), ("max_position", max_position), ("excerpt_tokens", excerpt_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be positive, got {value}")
+        if value is not None and value < 2:  # a token alone is read by no other
+            raise ValueError(f"{name} must be at least 2, got {value}")
     tensors: list[dict[int, dict[str, Tensor]]] = [{} for _ in chosen]
     sources: list[dict[str, Any]] = [{} for _ in chosen]
     read: dict[tuple[int, int | None], tuple[list[Tensor], dict[str, Any]]] = {}  # excerpts and their source

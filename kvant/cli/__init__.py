@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with one_line_warnings():
             return main(sys.argv[1:])
     label = "kvant"
-    if not argv:
-        print(START, end="")
-        return 0
     try:
+        if not argv:
+            print(START, end="", flush=True)
+            return 0
         args, rest = parser().parse_known_args(argv)
         label = f"kvant {args.command}"
         if rest and not hasattr(args, "passes_on"):

@@ -156,8 +156,7 @@ def _make(
         except OSError as error:
             place, refused = None, error
         found |= {recipe.name: LocatedArtifact(artifact.serving(recipe), place) for recipe in alike}
-    directory = next(iter(missing)).parent
-    say(f"cached in {directory}" if refused is None else f"not cached, {directory} cannot be written to: {refused}")
+    say(f"cached in {next(iter(missing)).parent}" if refused is None else f"not cached: {refused}")
     return found
 
 

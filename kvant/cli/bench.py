@@ -157,7 +157,8 @@ def _folded(recipe: Any) -> Any:
     from kvant.engines.fold import without_transforms
 
     if not recipe.value.transforms:
-        raise ValueError(f"--folded: recipe {recipe.name} has no value transforms to fold")
+        say(f"recipe {recipe.name} has no value transforms to fold: it is timed as it is")
+        return recipe
     return dataclasses.replace(without_transforms(recipe), name=f"{recipe.name}, folded")
 
 
@@ -188,6 +189,9 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 "--folded is for attention, append and prefill: a model's generation would need folded weights"
             )
+        if not any(recipe.value.transforms for recipe in chosen):
+            names = ", ".join(recipe.name for recipe in chosen)
+            raise ValueError(f"--folded: recipe {names} has no value transforms to fold")
         chosen = [_folded(recipe) for recipe in chosen]
     if args.queries and args.work != "attention":
         raise ValueError("--queries is for attention: how many queries of a sequence a call decodes")

@@ -120,8 +120,8 @@ def scored_texts(args: argparse.Namespace) -> list[Scored]:
     """What is scored of every text. The weights are not read: wrong files are refused before that."""
     from kvant import models
     from kvant.chats import Chats
-    from kvant.eval.asking import context_of
     from kvant.eval.segments import ChatSegments, Segments
+    from kvant.shape import context_of
 
     sources = [(name, read_source(name)) for name in text_names(args.text)]
     tokenizer = models.tokenizer_of(args.model, say)
@@ -130,6 +130,8 @@ def scored_texts(args: argparse.Namespace) -> list[Scored]:
         if isinstance(calibration, Chats):
             calibration.check(tokenizer)
     longest = context_of(models.config_of(args.model, say))
+    if longest is not None and args.offset >= longest:
+        raise ValueError(f"--offset {args.offset}: the model has {longest} positions")
     out = []
     for name, source in sources:
         if isinstance(source, Chats):
@@ -143,6 +145,9 @@ def scored_texts(args: argparse.Namespace) -> list[Scored]:
                 segments = Segments.over(ids, args.context, args.tokens, args.prompt, tokenizer.bos_token_id)
             except ValueError as error:
                 raise ValueError(f"--text {name!r}: {error}") from None
+            if longest is not None and args.offset + args.context > longest:
+                shifted = f" and --offset {args.offset}" if args.offset else ""
+                raise ValueError(f"--context {args.context}{shifted}: the model has {longest} positions")
             facts = {"kind": "text", "text_sha256": hashlib.sha256(source.encode()).hexdigest()}
             facts |= {"context": args.context, "prompt": segments.prompt}
             title = (
@@ -167,9 +172,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--batch must be positive, got {args.batch}")
     texts = scored_texts(args)
     model, tokenizer = load_model(args)
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if most is not None and args.offset >= most:
-        raise ValueError(f"--offset {args.offset}: the model has {most} positions")
     from kvant.engines.hybrid import cache_for, packed_of
     from kvant.eval import evaluate
     from kvant.layouts import Layouts
@@ -214,15 +216,15 @@ def run(args: argparse.Namespace) -> int:
             each["kl_se"] = None if math.isnan(each["kl_se"]) else each["kl_se"]  # of one token there is none
         entries.append({"text": scored.name, **scored.facts, **measured, "results": found})
         report = {**common, **(entries[0] if len(texts) == 1 else {}), "texts": entries}
-        if args.json:  # after every text, so that an interrupted run keeps what it has
-            write_json(args.json, report)
-        if page is not None:
-            page.write(report)
         print_results(results, scored)
         tell_what_is_not_packed(chosen, scored.text)
         if args.profile:
             for result in results:
                 print_profile(result, shape.attention_layers)
+        if args.json:  # after every text, so that an interrupted run keeps what it has
+            write_json(args.json, report)
+        if page is not None:
+            page.write(report)
     return 0
 
 

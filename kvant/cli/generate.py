@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvant.chats import templated
 from kvant.cli.artifact_options import add_artifact_options, artifacts_for, asked_recipes
 from kvant.cli.common import (
     add_json_option,
@@ -170,9 +171,30 @@ def encode(tokenizer: Any, messages: list[str], raw: bool) -> Any:
     if raw or not tokenizer.chat_template:
         return tokenizer("".join(messages), return_tensors="pt")["input_ids"]
     chat = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(messages)]
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+    return templated(tokenizer, chat, "the prompt", add_generation_prompt=True, return_tensors="pt", return_dict=True)[
         "input_ids"
     ]
+
+
+def answer_room(config: Any, prompt: int, new: int) -> int:
+    """How many of `new` tokens an answer to a prompt may have. A prompt that fills the model's context is refused; an answer that the
+    context would end is said to end there, and so is what only RoPE scaling makes fit."""
+    from kvant.shape import context_of
+
+    context = context_of(config)
+    if context is None:
+        return new
+    if prompt >= context:
+        raise ValueError(f"the prompt has {prompt:,} tokens, and the model {context:,} positions for prompt and answer")
+    if prompt + new > context:
+        new = context - prompt
+        say(
+            f"the answer ends after {new:,} tokens: the model has {context:,} positions, and the prompt takes {prompt:,}"
+        )
+    positions = config.get_text_config(decoder=True).max_position_embeddings
+    if prompt + new > positions:
+        say(f"the model has {positions:,} positions: only its RoPE scaling reaches {prompt + new:,} tokens")
+    return new
 
 
 def answer(
@@ -238,6 +260,7 @@ def chat(model: Any, tokenizer: Any, recipe: Recipe, artifact: Artifact | None, 
     cache = Cache(model, recipe, artifact=artifact, max_tokens=args.max_cache_tokens)
     tell_reference(model, cache)
     torch.manual_seed(args.seed)
+    code = 0
     said: list[str] = []
     turns: list[dict[str, Any]] = []
     given = [] if args.prompt is None else [args.prompt]
@@ -255,10 +278,16 @@ def chat(model: Any, tokenizer: Any, recipe: Recipe, artifact: Artifact | None, 
         check_text(text, "standard input")
         said.append(text.rstrip("\n"))
         ids = encode(tokenizer, said, args.raw).to(model.device)
+        try:
+            new_tokens = answer_room(model.config, ids.shape[1], args.max_new_tokens)
+        except ValueError as error:  # the turns so far are told of all the same
+            say(f"the chat ends: {error}")
+            code = 2
+            break
         start = time.perf_counter()
         words = Words(tokenizer, None if args.json else out)
         with words:
-            whole = cache.generate(model, ids, max_new_tokens=args.max_new_tokens, streamer=words, **sampling(args))
+            whole = cache.generate(model, ids, max_new_tokens=new_tokens, streamer=words, **sampling(args))
         seconds = time.perf_counter() - start
         new = whole[0, ids.shape[1] :].tolist()
         answer = tokenizer.decode(new, skip_special_tokens=True)
@@ -273,7 +302,7 @@ def chat(model: Any, tokenizer: Any, recipe: Recipe, artifact: Artifact | None, 
             )
     if args.json:
         print(json.dumps({"model": args.model, "recipe": recipe.name, "turns": turns}, indent=2))
-    return 0
+    return code
 
 
 def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], artifacts: Any) -> None:
@@ -355,10 +384,13 @@ def run(args: argparse.Namespace) -> int:
     if args.chat and asked and len(asked) > 1:
         raise ValueError(f"--chat takes one recipe, got {len(asked)}")
     model, tokenizer = load_model(args)
+    ids = None
+    if not args.chat:
+        ids = encode(tokenizer, [args.prompt], args.raw).to(model.device)
+        args.max_new_tokens = answer_room(model.config, ids.shape[1], args.max_new_tokens)
     chosen, artifacts = decide(model, tokenizer, asked, args)
-    if args.chat:
+    if ids is None:
         return chat(model, tokenizer, chosen[0], artifacts[chosen[0].name], args)
-    ids = encode(tokenizer, [args.prompt], args.raw).to(model.device)
     many = len(chosen) > 1
     answers = []
     for recipe in chosen:

@@ -12,6 +12,7 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import LocatedArtifact, add_artifact_options, find_or_make
 from kvant.cli.common import read_text, say
+from kvant.spec import parse_json
 
 if TYPE_CHECKING:
     from kvant.artifact import Artifact
@@ -218,7 +220,6 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
 def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision: str | None = None) -> list[str]:
     """Refuses what cannot be served; returns the directories of the artifacts that the recipes need. The model is loaded only where
     an artifact has to be fitted, or where its fingerprint cannot be computed from its files."""
-    import transformers
 
     from kvant import models, recipes
     from kvant.engines import fold
@@ -228,13 +229,9 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
     from kvant.recipe import MixedRecipe
     from kvant.shape import ModelShape
 
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, revision=revision or "main")
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"model {args.model!r}: expected a Hugging Face directory or id, or smollm2; {first}"
-        ) from error
+    config = models.config_of(
+        source, expected=f"a Hugging Face directory or id, or {models.SMOLLM2}", revision=revision
+    )
     shape = ModelShape.of(config, hybrid=True)
     options.draft_recipe(kvant)
     if kvant.get("sliding") and all(window is None for window in shape.layers):
@@ -324,7 +321,12 @@ def _handed_over(found: LocatedArtifact) -> str:
     """The directory from which vLLM's processes load an artifact."""
     path = found.path
     if path is None:  # it could not be cached
-        path = found.artifact.save(tempfile.mkdtemp(prefix="kvant-artifact-")).parent
+        path = Path(tempfile.mkdtemp(prefix="kvant-artifact-"))
+        try:
+            found.artifact.save(path)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         say(f"written to {path} for this server")
     return str(Path(path).absolute())
 
@@ -374,8 +376,8 @@ def _ranges(text: str | None) -> dict[str, str]:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
+        found = parse_json(text)
+    except ValueError as error:
         raise ValueError(f'--layers: expected JSON such as {{"0-1": "int8", "2-": "oscar"}}: {error}') from error
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ValueError(f"--layers: expected ranges of layers with a recipe each, got {text}")

@@ -47,7 +47,8 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
 def run_tasks(args: argparse.Namespace) -> int:
     from kvant import models
     from kvant.eval import tasks
-    from kvant.eval.asking import Prompts, Sampling, context_of
+    from kvant.eval.asking import Prompts, Sampling
+    from kvant.shape import context_of
 
     chosen = asked_recipes(args)
     wanted = [tasks.get(name) for name in tasks.split(args.task)]

@@ -145,9 +145,9 @@ def run(args: argparse.Namespace) -> int:
     warn_of_few_tokens([found.artifact])
     for name, reason in found.refused.items():
         say(f"not a candidate as a whole: {name}, {reason}")
+    print_tuned(found)
     if args.json:
         write_json(args.json, {"model": args.model, "artifact": str(path), **report(found)})
-    print_tuned(found)
     say(f"done in {time.perf_counter() - begin:.0f} s")
     print(path)
     return 0

@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
+from kvant.chats import templated
 from kvant.engines import graphs, lending
 from kvant.eval.padding import pad_rows
 from kvant.eval.prompt_states import PromptStates, padded
 from kvant.eval.tasks import Question, Task
-from kvant.files import cache_dir, collect, replacing
+from kvant.files import cache_dir, collect, directory_for, replacing
+from kvant.spec import parse_json
 
 Tensor = torch.Tensor
 ABANDONED = 30 * 24 * 3600  # seconds after which answers of an interrupted run are removed
@@ -104,16 +106,10 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
     """Token ids of what a user says."""
     if getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": prompt}]
-        found = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+        found = templated(tokenizer, message, "a question", add_generation_prompt=True, return_dict=True)["input_ids"]
     else:
         found = tokenizer(f"{prompt}\nAnswer:", verbose=False)["input_ids"]
     return list(found)
-
-
-def context_of(config: Any) -> int | None:
-    """Tokens that a model's context holds, if its config says so."""
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    return getattr(text, "max_position_embeddings", None)
 
 
 @torch.inference_mode()
@@ -288,7 +284,7 @@ class Journal:
     def read(self, questions: Sequence[Question]) -> dict[tuple[int, int], Answer]:
         """The stored answers; none where there is no file, or one that cannot be read."""
         try:
-            rows = json.loads(self.path.read_text(encoding="utf-8"))["answers"]
+            rows = parse_json(self.path.read_text(encoding="utf-8"))["answers"]
             place = {question.id: i for i, question in enumerate(questions)}
             answers = [Answer(**row) for row in rows]
             return {(place[answer.question], answer.sample): answer for answer in answers}
@@ -297,16 +293,14 @@ class Journal:
 
     def write(self, found: dict[tuple[int, int], Answer]) -> None:
         """Stores the answers so far. Where the directory cannot be written to, the run only cannot be continued later."""
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path) as temporary:
-                temporary.write_text(json.dumps({"answers": [dataclasses.asdict(a) for a in found.values()]}))
+        with contextlib.suppress(OSError), directory_for(self.path.parent), replacing(self.path) as temporary:
+            temporary.write_text(json.dumps({"answers": [dataclasses.asdict(a) for a in found.values()]}))
 
     def remove(self) -> None:
         """Removes the stored answers of this run, which is complete, and those of runs that were abandoned."""
-        self.path.unlink(missing_ok=True)
         collect(self.path.parent)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a directory that cannot be written to
+            self.path.unlink(missing_ok=True)
             for entry in list(os.scandir(self.path.parent)):
                 if entry.name.endswith(".json") and time.time() - entry.stat().st_mtime > ABANDONED:
                     Path(entry.path).unlink(missing_ok=True)

@@ -54,7 +54,7 @@ def cached_choice(named: str, refusal: Refusal = nothing_refused) -> Choice | No
         if found.word == "good":
             return Choice(recipe, artifact, found, _reason(found, tried, later))
         tried.append(found)
-    return _least_bad(named, tried)
+    return _least_bad(tried, lambda recipe: cached(named, recipe))
 
 
 def choose_recipe(
@@ -70,6 +70,7 @@ def choose_recipe(
     and the verdict is stored. `refusal` says why a recipe cannot be served where it is wanted."""
     named = fingerprint(model)
     tried: list[Verdict] = []
+    artifacts: dict[str, Artifact | None] = {}  # which may not be cached, where the disk is full
     later = ""
     for recipe in map(recipes.get, recipes.LADDER):
         if refusal(recipe) is not None:
@@ -84,17 +85,18 @@ def choose_recipe(
         if found.word == "good":
             return Choice(recipe, checked.artifacts[recipe.name], found, _reason(found, tried, later))
         tried.append(found)
-    return _least_bad(named, tried)
+        artifacts |= checked.artifacts
+    return _least_bad(tried, lambda recipe: artifacts[recipe.name])
 
 
-def _least_bad(named: str, tried: Sequence[Verdict]) -> Choice:
+def _least_bad(tried: Sequence[Verdict], artifact_of: Callable[[Recipe], Artifact | None]) -> Choice:
     """The choice where no recipe is good: the best usable one. Raises where there is none."""
     if not tried:
         raise ValueError(f"none of {', '.join(recipes.LADDER)} can be served here: name a recipe")
     best = min(tried, key=lambda each: each.kl if each.word == "usable" else float("inf"))
     refuse_unfit(best, "naming it with --recipe and --unfit-anyway", "none of those that were tried")
     recipe = recipes.get(best.recipe)
-    return Choice(recipe, cached(named, recipe) if recipe.calibrated else None, best, f"{best}; none is good")
+    return Choice(recipe, artifact_of(recipe) if recipe.calibrated else None, best, f"{best}; none is good")
 
 
 def _reason(found: Verdict, before: Sequence[Verdict], fitted_later: str) -> str:

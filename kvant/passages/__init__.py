@@ -16,6 +16,8 @@ import re
 from importlib import resources
 from typing import Any, Literal
 
+from kvant.chats import templated
+
 Name = Literal["check", "fit"]
 Message = dict[str, str]
 Piece = str | list[Message]  # a plain text or the turns of a chat
@@ -79,4 +81,4 @@ def encode(tokenizer: Any, piece: Piece) -> list[int]:
 
 
 def _template(tokenizer: Any, turns: list[Message]) -> list[int]:
-    return list(tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"])
+    return list(templated(tokenizer, turns, "the built-in text", return_dict=True)["input_ids"])

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvant.shape import ModelShape
+from kvant.shape import ModelShape, check_sizes
+from kvant.spec import parse_json
 
 FULL, AGAIN = "full cache", "full cache again"  # kvant.eval.scoring's names of the two runs of the full cache
 METRICS = {  # of a profile: what a heat map is called
@@ -145,7 +146,7 @@ def load(path: str, option: str = "") -> dict[str, Any]:
     """A JSON object of a file."""
     label = f"{option} {path!r}".strip()
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = parse_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{label}: there is no such file") from None
     except OSError as error:
@@ -312,9 +313,14 @@ ABOUT = (
 )
 
 
+NUMBERS = {"chats", "mean_length", "context", "prompt", "chunk", "tokens", "offset"}  # of ABOUT
+
+
 def _text(data: Mapping[str, Any], where: str, unnamed: str) -> Text:
-    name = data.get("text")
-    about = {key: data[key] for key in ABOUT if key in data}
+    name, row = data.get("text"), _Row(data, where)
+    about = {key: data[key] for key in ABOUT if data.get(key) is not None}
+    for key in NUMBERS & about.keys():
+        row.number(key)
     results = tuple(_result(each, f"{where}: results[{i}]") for i, each in enumerate(data["results"]))
     return Text(Path(name).name if isinstance(name, str) else Path(unnamed).stem, about, results)
 
@@ -341,10 +347,11 @@ def _profile(data: Any, where: str) -> Profile | None:
     if not isinstance(data, dict) or not isinstance(data.get("heads"), dict):
         raise ValueError(f"{where}: expected heads, errors by layer and KV head")
     heads = {metric: _grid(grid, f"{where}: heads: {metric}") for metric, grid in data["heads"].items()}
-    by_length = {
-        metric: _grid(grid, f"{where}: by_length: {metric}") for metric, grid in (data.get("by_length") or {}).items()
-    }
-    lengths = tuple(_bucket(each) for each in data.get("lengths") or ())
+    grids, ends = data.get("by_length") or {}, data.get("lengths") or []
+    if not isinstance(grids, dict) or not isinstance(ends, list):
+        raise ValueError(f"{where}: expected by_length, errors by length of context and layer, and lengths, a list")
+    by_length = {metric: _grid(grid, f"{where}: by_length: {metric}") for metric, grid in grids.items()}
+    lengths = tuple(_bucket(each) for each in ends)
     for metric, grid in by_length.items():
         if len(grid) != len(lengths):
             raise ValueError(
@@ -375,14 +382,15 @@ def _row_of(row: Any, where: str) -> list[float | None]:
 
 
 def _is_no_number(x: Any) -> bool:
-    return isinstance(x, bool) or not isinstance(x, (int, float))
+    """An integer beyond 64 bits counts as none: nobody measured it, and it may be no float."""
+    return isinstance(x, bool) or not isinstance(x, (int, float)) or (isinstance(x, int) and abs(x) >= 1 << 63)
 
 
 def _tasks(data: Mapping[str, Any], source: str) -> list[Task]:
     rows: dict[str, list[Score]] = {}
     for i, each in enumerate(data["scores"]):
         row = _Row(each, f"{source}: scores[{i}]")
-        count = {name: int(row.number(name)) for name in ("batch", "wins", "losses", "questions", "tokens")}
+        count = {name: row.count(name) for name in ("batch", "wins", "losses", "questions", "tokens")}
         score = Score(
             row.text("recipe"),
             score=row.number("score"),
@@ -403,7 +411,14 @@ def _shape(data: Any, source: str) -> ModelShape | None:
     if data is None:
         return None
     try:
-        return ModelShape(tuple(data["layers"]), int(data["heads"]), int(data["head_dim"]), str(data["dtype"]))
+        shape = ModelShape(tuple(data["layers"]), data["heads"], data["head_dim"], str(data["dtype"]))
+        sizes: dict[str, Any] = {"num_key_value_heads": shape.heads, "head_dim": shape.head_dim}
+        check_sizes({**sizes, "num_hidden_layers": len(shape.layers)}, source)
+        for window in shape.layers:
+            check_sizes({"sliding_window": window}, source)
+        if shape.heads is None or shape.head_dim is None or not shape.layers:
+            raise ValueError
+        return shape
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"{source}: shape: expected layers, heads, head_dim and dtype, got {data!r}") from None
 
@@ -428,6 +443,12 @@ class _Row:
         if _is_no_number(value):
             raise ValueError(f"{self.where}: expected {name}, a number, got {value!r}")
         return float(value)  # type: ignore[arg-type]
+
+    def count(self, name: str) -> int:
+        value = self.number(name)
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"{self.where}: expected {name}, a finite number from 0, got {value!r}")
+        return int(value)
 
     def optional(self, name: str) -> float | None:
         if self.data.get(name) is None:

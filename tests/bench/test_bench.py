@@ -274,9 +274,21 @@ def test_a_folded_recipe_is_read_without_its_value_transforms(tmp_path: Path) ->
     assert main(["bench", "generate", "--recipe", "oscar", "--folded", *shape]) == 2
 
 
+def test_a_recipe_without_value_transforms_is_timed_as_it_is_beside_folded_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "results.json"
+    shape = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--context", "200"]
+    assert main(["bench", "attention", "--recipe", "saw-int4,oscar", "--folded", *shape, "--json", str(target)]) == 0
+    assert [each["name"] for each in json.loads(target.read_text())["results"][:2]] == ["saw-int4", "oscar, folded"]
+    told = [line for line in capsys.readouterr().err.splitlines() if "to fold" in line]
+    assert told == ["kvant: recipe saw-int4 has no value transforms to fold: it is timed as it is"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--recipe", "int4,saw-int4", "--folded"], "recipe int4, saw-int4 has no value transforms to fold"),
         (["--recipe", "int4", "--batch", "1,2", "--context", "3,4,5"], "must have the same number of entries"),
         (["--recipe", "int4", "--batch", "many"], "--batch must be numbers separated by commas, got 'many'"),
         (["--recipe", "int4", "--heads", "3", "--kv-heads", "2"], "heads must be a multiple of kv_heads"),

@@ -111,7 +111,7 @@ def test_an_artifact_that_cannot_be_kept_is_given_all_the_same(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(models, "cache_dir", lambda: tmp_path / "file")
     model = make_model("llama")
-    with pytest.warns(UserWarning, match="could not be cached in .* and serves this process alone"):
+    with pytest.warns(UserWarning, match="is not cached and serves this process alone: .*Not a directory"):
         artifact = kvant.artifact_for(model, None)
     assert kvant.Cache(model, artifact=artifact).recipe.name == "kvant-2"
 

@@ -48,8 +48,9 @@ def test_an_artifact_is_reproducible_and_the_seed_counts() -> None:
     ("recipe", "options", "message"),
     [
         ("saw-int4", {}, "nothing to calibrate"),
-        ("oscar", {"tokens": 0}, "tokens must be positive"),
-        ("oscar", {"max_position": -3}, "max_position must be positive"),
+        ("oscar", {"tokens": 0}, "tokens must be at least 2, got 0"),
+        ("kvant-2", {"excerpt_tokens": 1}, "excerpt_tokens must be at least 2, got 1"),
+        ("oscar", {"max_position": -3}, "max_position must be at least 2, got -3"),
         ("oscar", {"tokens": 500}, "the text has 100 tokens, expected at least 500"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from kvant import recipes
 from kvant.cli import common, generate, main
@@ -149,6 +151,65 @@ def test_the_device_is_told_in_a_line(capsys: pytest.CaptureFixture[str], tiny: 
     options = ["--model", tiny, "--recipe", "int4", "--prompt", "hello", "--max-new-tokens", "2", "--threads", "1"]
     _, _, err = run(capsys, "generate", *options)
     assert f"kvant: {tiny} on 1 CPU thread, float32\n" in err
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "message"),
+    [
+        (600, 1, "the prompt has 600 tokens, and the model 512 positions for prompt and answer"),
+        (512, 1, "the prompt has 512 tokens, and the model 512 positions for prompt and answer"),
+        (505, 8, "the answer ends after 7 tokens: the model has 512 positions, and the prompt takes 505"),
+        (505, 7, None),
+    ],
+)
+def test_no_token_is_beyond_the_models_context(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny: str,  # noqa: F811
+    prompt: int,
+    new: int,
+    message: str | None,
+) -> None:
+    """A prompt that fills it is refused before a recipe is fitted or checked."""
+    if prompt > 511:
+        monkeypatch.setattr("kvant.cli.generate.decide", lambda *args: pytest.fail("too late"))
+    options = ["--recipe", "int4", "--prompt", "a" * prompt, "--max-new-tokens", str(new), "--json"]
+    code, out, err = run(capsys, "generate", "--model", tiny, *options)
+    if prompt > 511:
+        assert (code, out, err.splitlines()[-1]) == (2, "", f"kvant generate: {message}")
+    else:
+        assert code == 0 and 1 <= len(json.loads(out)["results"][0]["tokens"]) <= 7
+        assert (f"kvant: {message}" in err.splitlines()) == (message is not None)
+        assert ("the answer ends" in err) == (message is not None)
+
+
+def test_a_context_that_rope_scaling_reaches_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvant.shape import context_of
+
+    def config(**rope: Any) -> Any:
+        return transformers.LlamaConfig(max_position_embeddings=100, rope_parameters={"rope_theta": 1e4, **rope})
+
+    linear = config(rope_type="linear", factor=4.0)
+    yarn = config(rope_type="yarn", factor=4.0, original_max_position_embeddings=50)
+    assert [context_of(each) for each in (config(rope_type="default"), linear, yarn)] == [100, 400, 200]
+    assert generate.answer_room(linear, 80, 20) == 20 and capsys.readouterr().err == ""
+    assert generate.answer_room(linear, 300, 100) == 100
+    assert capsys.readouterr().err == "kvant: the model has 100 positions: only its RoPE scaling reaches 400 tokens\n"
+    assert generate.answer_room(linear, 301, 100) == 99
+    with pytest.raises(ValueError, match="the prompt has 400 tokens, and the model 400 positions"):
+        generate.answer_room(linear, 400, 1)
+
+
+def test_a_chat_ends_where_the_context_does(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny: str,  # noqa: F811
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n" + "b" * 600 + "\nmore\n"))
+    options = ["--recipe", "int4", "--max-new-tokens", "3", "--raw", "--json"]
+    code, out, err = run(capsys, "generate", "--model", tiny, "--chat", *options)
+    assert code == 2 and [turn["prompt"] for turn in json.loads(out)["turns"]] == ["hello"]
+    assert "the chat ends: the prompt has 6" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("told", ["", "kept 5 of 9 tokens"])

@@ -176,6 +176,20 @@ def test_where_nothing_is_good_the_usable_is_taken_and_the_unfit_never(
     assert found.reason.endswith("none is good")
 
 
+def test_the_usable_one_keeps_an_artifact_that_could_not_be_cached(
+    biased: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(recipes, "LADDER", ("kvant-4-fast",))
+    monkeypatch.setattr(verdicts, "GOOD", Threshold(0.0, 1.1))
+    monkeypatch.setattr(verdicts, "USABLE", Threshold(9.0, 0.0))
+    with pytest.warns(UserWarning, match="is not cached and serves this process alone"):
+        found = choose_recipe(biased, Bytes())
+    assert found.verdict.word == "usable" and found.artifact is not None
+    assert found.artifact.digest == found.verdict.artifact
+
+
 def test_an_unfit_recipe_is_refused_and_what_fits_is_named(biased: Any) -> None:
     with pytest.raises(
         Unfit, match="recipe saw-int4 is unfit .*; what fits: kvant-4-fast: good, KL .*; --please takes it"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvant.spec import parse_tokens, parse_value, split_names
+from kvant.spec import parse_json, parse_tokens, parse_value, split_names
 
 TASKS: dict[str, type[Task]] = {}
 TOKENS = ("length", "new_tokens")  # options that are numbers of tokens
@@ -149,8 +149,8 @@ def read_lines(path: str, what: str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise ValueError(f"{what} {path!r}, line {number}: expected one JSON object a line: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{what} {path!r}, line {number}: expected a JSON object, got {type(row).__name__}")

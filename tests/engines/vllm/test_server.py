@@ -116,6 +116,7 @@ def server(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         "64",
     )
     options += ("--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 21), "--enforce-eager")
+    options += ("--allowed-origins", '["https://example.org"]')  # vLLM's default is none
     made = Server(tmp_path_factory.mktemp("log") / "log", served, *options, key=KEY)
     try:
         made.wait()
@@ -169,6 +170,26 @@ def test_no_path_but_health_is_open(server: Server) -> None:
     server.get("/health")
     listed = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=False).stdout
     assert str(server.port) in listed and KEY not in listed
+
+
+def test_options_show_no_figures_and_a_browser_may_ask_what_it_may_send(server: Server) -> None:
+    place = f"http://127.0.0.1:{server.port}/metrics"
+    browser = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+    for method in ("OPTIONS", "HEAD", "POST", "DELETE", "PATCH"):
+        for headers in ({}, {"Origin": "https://example.org"}, *([browser] if method != "OPTIONS" else [])):
+            with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+                urllib.request.urlopen(urllib.request.Request(place, None, headers, method=method), timeout=60)
+            assert b"vllm:" not in refused.value.read()
+    foreign = {**browser, "Origin": "https://example.com"}
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        urllib.request.urlopen(urllib.request.Request(place, None, foreign, method="OPTIONS"), timeout=60)
+    assert "Access-Control-Allow-Origin" not in refused.value.headers and b"vllm:" not in refused.value.read()
+    asked = {**browser, "Access-Control-Request-Headers": "authorization"}
+    with urllib.request.urlopen(urllib.request.Request(place, None, asked, method="OPTIONS"), timeout=60) as answer:
+        assert answer.read() == b"OK"
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://example.org"
+        assert "POST" in answer.headers["Access-Control-Allow-Methods"]
+        assert answer.headers["Access-Control-Allow-Headers"] == "authorization"
 
 
 def test_chat_completion_streaming_and_log_probabilities(server: Server) -> None:
@@ -459,7 +480,7 @@ def test_the_model_is_loaded_only_to_fit_it(
         other.startswith(str(tmp_path / "kvant-artifact-"))
         and Artifact.load(other).digest == Artifact.load(path).digest
     )
-    assert "cannot be written to" in capsys.readouterr().err
+    assert "kvant: not cached: [Errno 20] Not a directory" in capsys.readouterr().err
 
 
 def test_windows_are_not_for_more_sequences_than_memory_bears(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
