@@ -18,7 +18,7 @@ import torch
 
 from kvant.cache import PagedCache, Sequence
 from kvant.codecs import DTYPES, BoundCodec
-from kvant.codecs.affine import NARROWEST, Affine, magnitude_quantile
+from kvant.codecs.affine import LARGEST_ZERO, NARROWEST, Affine, magnitude_quantile
 from kvant.codecs.banded import STEPS, STRETCH, BoundBanded
 from kvant.codecs.base import Parts
 from kvant.codecs.boosted import Boosted
@@ -138,10 +138,11 @@ def _affine_range(
 ) -> Tensor:
     """Whether groups [..., channels] may have been coded so for a range: bool [...]."""
     dtype, top = DTYPES[codec.meta], (1 << codec.bits) - 1
-    tiny = torch.finfo(dtype).tiny
     start = more if codec.zero == "float" else low
-    step = (high - start) / top
-    good = allowed(scale, _rounded(dtype, tiny), step, (2 * wide + 4 * UNIT * (high.abs() + start.abs())) / top)
+    step, loose = (high - start) / top, (2 * wide + 4 * UNIT * (high.abs() + start.abs())) / top
+    if codec.zero == "integer":
+        step, loose = torch.maximum(step, low.abs() / LARGEST_ZERO), torch.maximum(loose, wide / LARGEST_ZERO)
+    good = allowed(scale, _rounded(dtype, torch.finfo(dtype).tiny), step, loose)
     number = x / scale[..., None]
     slack = off / scale[..., None] + 4 * UNIT * number.abs()
     if codec.zero == "float":
@@ -150,7 +151,7 @@ def _affine_range(
         fits = allowed(codes, _in_codes(top), number - shift, slack + 4 * UNIT * shift.abs())
     else:
         zero = -low / scale
-        whole = lambda y: y.round().clamp(-32768, 32768).to(dtype)  # noqa: E731
+        whole = lambda y: y.round().clamp(-LARGEST_ZERO, LARGEST_ZERO).to(dtype)  # noqa: E731
         good &= allowed(more, whole, zero, wide / scale + 4 * UNIT * zero.abs())
         fits = allowed(codes, lambda y: (y.round() + more[..., None]).clamp(0, top), number, slack)
     return good & fits.all(-1)
@@ -163,12 +164,14 @@ def _affine_error(codec: Affine, x: Tensor, off: Tensor, low: Tensor, high: Tens
     for a, b in itertools.product((-1, 1), repeat=2):
         start = _rounded(dtype)(low + a * wide).double() if codec.zero == "float" else low
         slack = (2 * wide + 4 * UNIT * (high.abs() + start.abs())) / top
-        scale = _rounded(dtype, torch.finfo(dtype).tiny)((high - start) / top + b * slack).double()
+        step = (high - start) / top + b * slack
+        step = step if codec.zero == "float" else torch.maximum(step, low.abs() / LARGEST_ZERO)
+        scale = _rounded(dtype, torch.finfo(dtype).tiny)(step).double()
         if codec.zero == "float":
             more, codes = start, _in_codes(top)((x - start[..., None]) / scale[..., None])
         else:
             near = -low / scale + a * (wide / scale + 4 * UNIT * (low / scale).abs())
-            more = near.round().clamp(-32768, 32768).to(dtype).double()
+            more = near.round().clamp(-LARGEST_ZERO, LARGEST_ZERO).to(dtype).double()
             codes = ((x / scale[..., None]).round() + more[..., None]).clamp(0, top)
         out.append((_affine_values(codec, codes, scale, more) - x).square().sum(-1))
     return torch.stack(out)

@@ -12,6 +12,7 @@ from kvant.codecs.base import DTYPES, Codec, Field, Parts, Tensor
 from kvant.codecs.format import Band, Encoding, LayerTensors, ScaleKind, Scales, StreamFormat
 from kvant.spec import Expected
 
+LARGEST_ZERO = 2.0**15  # magnitude of an integer zero point
 NARROWEST = 0.7  # smallest range that `search` tries, as a share of the group's range
 
 
@@ -135,12 +136,17 @@ class Affine(Codec):
         top = (1 << self.bits) - 1
         if self.zero == "float":
             low = low.to(dtype).float()
+        scale = (high - low) / top
+        if (
+            self.zero == "integer"
+        ):  # scale * zero must reach numbers that are nearly equal, which are far from 0 in scales
+            scale = torch.maximum(scale, low.abs() / LARGEST_ZERO)
         # A constant group would have scale 0; the smallest normal number keeps the division finite and the code 0.
-        scale = ((high - low) / top).clamp_min(torch.finfo(dtype).tiny).to(dtype).float()
+        scale = scale.clamp_min(torch.finfo(dtype).tiny).to(dtype).float()
         if self.zero == "float":
             codes = ((x - low[..., None]) / scale[..., None]).round()
             return codes.clamp(0, top), scale, low
-        zero = (-low / scale).round().clamp(-32768, 32768).to(dtype).float()
+        zero = (-low / scale).round().clamp(-LARGEST_ZERO, LARGEST_ZERO).to(dtype).float()
         return ((x / scale[..., None]).round() + zero[..., None]).clamp(0, top), scale, zero
 
     def _value(self, codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:

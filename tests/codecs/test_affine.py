@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvant.codecs.affine import Affine, magnitude_quantile
+from kvant.codecs.base import DTYPES
 from kvant.codecs.raw import Raw
 
 SHAPES = [(1, 1, 64), (63, 3, 80), (129, 2, 96), (5, 8, 128), (2, 1, 256)]
@@ -82,9 +83,24 @@ def test_a_constant_vector_survives(value: float) -> None:
     x = torch.full((2, 1, 64), value)
     for zero in ("float", "integer"):
         found = Affine(bits=4, zero=zero).decode(Affine(bits=4, zero=zero).encode(x))
-        assert torch.isfinite(found).all()
-        if zero == "float":
-            torch.testing.assert_close(found, x, rtol=2**-8, atol=1e-30)
+        torch.testing.assert_close(found, x, rtol=2**-7, atol=1e-30)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("meta", ["bfloat16", "float16"])
+@pytest.mark.parametrize("search", [1, 3])
+@pytest.mark.parametrize("level", [1.0, -1.0, 100.0, -4000.0])
+@pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-5, 1e-4, 1e-3, 1e-2])
+def test_nearly_constant_vectors_survive_an_integer_zero(
+    bits: int, meta: str, search: int, level: float, noise: float
+) -> None:
+    """Scale and zero point are rounded to their type."""
+    x = level * (1 + noise * torch.randn(9, 2, 64))
+    codec = Affine(bits=bits, meta=meta, search=search, zero="integer")
+    step = (x.amax(-1) - x.amin(-1)) / ((1 << bits) - 1)
+    off = 2 * abs(level) * torch.finfo(DTYPES[meta]).eps + 2 * step + 2 * torch.finfo(DTYPES[meta]).tiny
+    error = (codec.decode(codec.encode(x)) - x).abs().amax(-1)
+    assert bool((error <= off).all()), float((error / off).max())
 
 
 def test_lower_bits_cost_more() -> None:

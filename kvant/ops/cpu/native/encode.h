@@ -42,20 +42,23 @@ static void clip(const FusedTransform *transform, int dim, float *x) {
   for (int c = 0; c < dim; c++) x[c] = between(x[c], -limit, limit);
 }
 
+#define LARGEST_ZERO 32768.0f /* magnitude of an integer zero point */
+
 /* Codes of `count` channels for the range [low, high], and the scale and min (or zero) rounded to the stored type. */
 INLINE void affine_range(const Stream *s, const float *x, int count, int top, float low, float high, float *codes, float *scale,
                          float *min_or_zero) {
   const float last = (float)top;
   const int type = s->meta_type;
   if (s->kind == SCALE_MIN) low = rounded_one(low, type);
-  float step = (high - low) / last;
-  step = rounded_one(step < smallest_of(type) ? smallest_of(type) : step, type);
+  float step = (high - low) / last, least = s->kind == SCALE_MIN ? 0.0f : fabsf(low) / LARGEST_ZERO;
+  least = least < smallest_of(type) ? smallest_of(type) : least;
+  step = rounded_one(step < least ? least : step, type);
   *scale = step;
   if (s->kind == SCALE_MIN) {
     *min_or_zero = low;
     for (int c = 0; c < count; c++) codes[c] = between(rintf((x[c] - low) / step), 0.0f, last);
   } else {
-    const float zero = rounded_one(between(rintf(-low / step), -32768.0f, 32768.0f), type);
+    const float zero = rounded_one(between(rintf(-low / step), -LARGEST_ZERO, LARGEST_ZERO), type);
     *min_or_zero = zero;
     for (int c = 0; c < count; c++) codes[c] = between(rintf(x[c] / step) + zero, 0.0f, last);
   }

@@ -140,7 +140,10 @@ static void section_columns(int queries, const Stream *s, const PageRun *run, in
 #endif
 
 /* The part of O over a split that does not depend on codes, for every scale of a token and query; lanes are still to be summed.
- * scale: sum P scale; offset: sum P min, or sum P (-scale * zero); flagged: sum P of tokens whose scale is negative. */
+ * scale: sum P scale; offset: sum P min, or sum P (-scale * zero); flagged: sum P of tokens whose scale is negative.
+ *
+ * P scale is rounded to limbs, and so is P in the offset: what rounding takes of a number that decodes to nearly 0 cancels. That holds
+ * for offsets as large as a code. The rest of a larger one, of a token whose numbers are all far from 0, is multiplied by P itself. */
 typedef struct {
   vf scale[MAX_SPANS][CHUNK], offset[MAX_SPANS][CHUNK], flagged[CHUNK];
 #if ARM
@@ -260,6 +263,25 @@ static void page_centroids(int queries, const Stream *s, const uint8_t *page_hea
   }
 }
 
+#define SMALLEST_TOP 0x1p-110f /* of P * scale of a page: below it they count as 0, since their unit is no normal number */
+
+/* Splits min, or -scale * zero, into scale * offset, with the offset returned, and *rest. `last` is the largest code. */
+INLINE vf split_offset(const int kind, float last, vf scale, vf min_or_zero, vf *rest) {
+  const vf whole = kind == SCALE_MIN ? min_or_zero / scale : -min_or_zero; /* may be infinite */
+  const vf offset = -highest(lowest(-whole, splat(last)), splat(0.0f));
+  const vf more = kind == SCALE_MIN ? min_or_zero - scale * offset : scale * (whole - offset);
+  *rest = (vf)((whole != offset) & (vi)more);
+  return offset;
+}
+
+INLINE float largest_code(const Stream *s) { return (float)((1 << s->span[0].bits) - 1); }
+
+/* offset[query] += sum P rest of so many tokens, a multiple of LANE_COUNT. */
+static void add_rests(int queries, const float *rest, int tokens, const float *weight, int stride, vf *offset) {
+  for (int g = 0; g < queries; g++)
+    for (int t = 0; t < tokens; t += LANE_COUNT) offset[g] = fused(load_floats(weight + g * stride + t), load_floats(rest + t), offset[g]);
+}
+
 /* Mask of the lanes whose tokens, token + lane, are in [from, to). */
 INLINE vi within(int token, int from, int to) {
   vi at;
@@ -273,12 +295,14 @@ INLINE vi within(int token, int from, int to) {
 INLINE void whole_weights(const int KIND, const int MEAN, const Stream *s, int queries, const PageRun *run, int page_tokens, int first,
                           int last, const float *weight, int stride, Weights *w, ValueSums *sums) {
   const vf rounder = splat(ROUNDER);
-  const float limit = limb_bits(sums) == 8 ? WIDE_LIMIT : LIMIT, inverse = 1.0f / limit;
+  const float limit = limb_bits(sums) == 8 ? WIDE_LIMIT : LIMIT, inverse = 1.0f / limit, top_code = largest_code(s);
   const int tokens = (last - first) * run->pages; /* index 0 is token `first` of the first page */
   weight += first;
   for (int m = 0; m < s->metas; m++) {
     float size_of[RUN_TOKENS] __attribute__((aligned(64))), offset_of[RUN_TOKENS] __attribute__((aligned(64)));
     float scaled[CHUNK][RUN_TOKENS] __attribute__((aligned(64))), flag_of[RUN_TOKENS] __attribute__((aligned(64))), tops[CHUNK];
+    float rest_of[RUN_TOKENS] __attribute__((aligned(64)));
+    vf most_rest = splat(0.0f);
     for (int page = 0, i = 0; page < run->pages; page++) {
       const uint16_t *scales = (const uint16_t *)(run->page_head[page] + s->meta_offset) + (int64_t)m * s->meta_fields * page_tokens;
       for (int t = first; t < last; t += LANE_COUNT, i += LANE_COUNT) {
@@ -286,8 +310,13 @@ INLINE void whole_weights(const int KIND, const int MEAN, const Stream *s, int q
         const vi there = size > splat(0.0f); /* false for NaN */
         if (MEAN && m == 0) store_floats(flag_of + i, (vf)((scale < splat(0.0f)) & (vi)splat(1.0f)));
         store_floats(size_of + i, (vf)(there & (vi)size));
-        if (KIND == SCALE_ZERO) store_floats(offset_of + i, (vf)(there & (vi)-load_halves(scales + page_tokens + t, BFLOAT16)));
-        if (KIND == SCALE_MIN) store_floats(offset_of + i, (vf)(there & (vi)(load_halves(scales + page_tokens + t, BFLOAT16) / size)));
+        if (KIND != SCALE_ALONE) {
+          vf rest, offset = split_offset(KIND, top_code, size, load_halves(scales + page_tokens + t, BFLOAT16), &rest);
+          rest = (vf)(there & (vi)rest);
+          store_floats(offset_of + i, (vf)(there & (vi)offset));
+          store_floats(rest_of + i, rest);
+          most_rest = highest(magnitude(rest), most_rest);
+        }
       }
     }
     for (int g = 0; g < queries; g++) {
@@ -308,9 +337,10 @@ INLINE void whole_weights(const int KIND, const int MEAN, const Stream *s, int q
         sums->flagged[g] = (flagged[0] + flagged[1]) + (flagged[2] + flagged[3]);
       }
     }
+    if (KIND != SCALE_ALONE && max_of(most_rest) > 0.0f) add_rests(queries, rest_of, tokens, weight, stride, sums->offset[m]);
     for (int g = 0; g < queries; g++) { /* not in the loop before: it would wait for the maximum and the division */
       const float top = tops[g], unit = top * inverse;
-      const vf times = splat(top > 0x1p-100f ? limit / top : 0.0f);
+      const vf times = splat(top > SMALLEST_TOP ? limit / top : 0.0f);
       vf offset[2];
       vu total[4];
       for (int i = 0; i < 4; i++) offset[i / 2] = splat(0.0f), total[i] = (vu){};
@@ -355,7 +385,7 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
   const int first = from / LANE_COUNT * LANE_COUNT, last = (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
   float padded[CHUNK][128] __attribute__((aligned(64)));
   const int ragged = first < from || to < last, bits = limb_bits(sums);
-  const float limit = bits == 8 ? WIDE_LIMIT : LIMIT, inverse = 1.0f / limit;
+  const float limit = bits == 8 ? WIDE_LIMIT : LIMIT, inverse = 1.0f / limit, top_code = largest_code(s);
 #if ARM
   if (from % LANE_COUNT == 0 && (to - from) % (4 * LANE_COUNT) == 0 && s->meta_type == BFLOAT16) {
     const PageRun run = {{page_head}, {0}, 1};
@@ -369,16 +399,23 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
     weight = padded[0], stride = 128;
   }
   for (int m = 0; m < s->metas; m++) {
-    vf size_of[128 / LANE_COUNT], offset_of[128 / LANE_COUNT], flag_of[128 / LANE_COUNT];
+    vf size_of[128 / LANE_COUNT], offset_of[128 / LANE_COUNT], flag_of[128 / LANE_COUNT], most_rest = splat(0.0f);
+    float rest_of[128] __attribute__((aligned(64)));
     for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
       const vf scale = meta_vector(s, page_head, size, m, 0, t);
       vi there = magnitude(scale) > splat(0.0f);
       if (ragged) there &= within(t, from, to);
       size_of[k] = (vf)(there & (vi)magnitude(scale));
-      if (s->kind == SCALE_MIN) offset_of[k] = (vf)(there & (vi)(meta_vector(s, page_head, size, m, 1, t) / size_of[k]));
-      if (s->kind == SCALE_ZERO) offset_of[k] = (vf)(there & (vi)-meta_vector(s, page_head, size, m, 1, t));
+      if (s->kind != SCALE_ALONE) {
+        vf rest, offset = split_offset(s->kind, top_code, size_of[k], meta_vector(s, page_head, size, m, 1, t), &rest);
+        rest = (vf)(there & (vi)rest);
+        offset_of[k] = (vf)(there & (vi)offset);
+        store_floats(rest_of + t - first, rest);
+        most_rest = highest(magnitude(rest), most_rest);
+      }
       if (s->mean) flag_of[k] = choose(there & (scale < splat(0.0f)), splat(1.0f), splat(0.0f));
     }
+    if (s->kind != SCALE_ALONE && max_of(most_rest) > 0.0f) add_rests(queries, rest_of, last - first, weight + first, stride, sums->offset[m]);
     for (int g = 0; g < queries; g++) {
       const float *probs = weight + g * stride;
       vf most = splat(0.0f), offset = splat(0.0f), scaled[128 / LANE_COUNT];
@@ -391,7 +428,7 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
         for (int t = first, k = 0; t < last; t += LANE_COUNT, k++)
           sums->flagged[g] = fused(load_floats(probs + t), flag_of[k], sums->flagged[g]);
       const float top = max_of(most);
-      const vf times = splat(top > 0x1p-100f ? limit / top : 0.0f);
+      const vf times = splat(top > SMALLEST_TOP ? limit / top : 0.0f);
       const float unit = top * inverse;
       w[m].scale[g] = unit;
       int t = first, k = 0;

@@ -138,13 +138,17 @@ struct AffineScale {
   float scale, reciprocal, zero;  // zero is the minimum, or the integer zero point
 };
 
-// The scale of a row whose numbers lie in [least, most]: (most - least) / (2^BITS - 1).
+constexpr float LARGEST_ZERO = 32768.f;  // magnitude of an integer zero point
+
+// The scale of a row whose numbers lie in [least, most]: (most - least) / (2^BITS - 1), but so large that scale * zero reaches the numbers.
 template <class S> DEV AffineScale affine_scale(float least, float most) {
   constexpr float TOP = (1 << S::BITS) - 1;
   constexpr bool MINIMUM = S::SCALE_FORM == ScaleForm::SCALE_MIN;
   if (MINIMUM) least = round_to<S::SCALE_TYPE>(least);
-  const float scale = round_to<S::SCALE_TYPE>(fmaxf(__fdiv_rn(most - least, TOP), TINY<S::SCALE_TYPE>));
-  const float zero = MINIMUM ? least : round_to<S::SCALE_TYPE>(fminf(fmaxf(rintf(__fdiv_rn(-least, scale)), -32768.f), 32768.f));
+  float step = fmaxf(__fdiv_rn(most - least, TOP), TINY<S::SCALE_TYPE>);
+  if (!MINIMUM) step = fmaxf(step, fabsf(least) * (1.f / LARGEST_ZERO));
+  const float scale = round_to<S::SCALE_TYPE>(step);
+  const float zero = MINIMUM ? least : round_to<S::SCALE_TYPE>(fminf(fmaxf(rintf(__fdiv_rn(-least, scale)), -LARGEST_ZERO), LARGEST_ZERO));
   return {scale, __fdiv_rn(1.f, scale), zero};
 }
 
