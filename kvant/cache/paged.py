@@ -156,9 +156,14 @@ class PagedCache:
 
     # --- operations that are done whole or not at all ----------------------------------------------------------------
 
+    @property
+    def busy(self) -> bool:
+        """Whether an operation of this thread is under way: another one within it is part of it."""
+        return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
     def whole(self, operation: Callable[[], R]) -> R:
-        """Runs an operation under the lock, whole or not at all; one within another is part of it."""
-        if self.lock._is_owned():  # type: ignore[attr-defined]
+        """Runs an operation under the lock, whole or not at all."""
+        if self.busy:
             return operation()
         return whole([self], lambda journal: operation())
 
@@ -266,11 +271,12 @@ class PagedCache:
             self._forget(seq, length, range(len(self.stores)), whole=True)
 
     @whole_or_none
-    def rollback(self, seq: Sequence, length: int, layers: Iterable[int]) -> None:
-        """Takes back an `extend` whose tokens were written in these layers alone, as after an append that failed."""
+    def rollback(self, seq: Sequence, length: int, layers: Iterable[int], torn: bool = False) -> None:
+        """Takes back an `extend` whose tokens were written in these layers alone, as after an append that failed. `torn`: they may
+        have been written in part in one more layer, where no group's tail has lost a token to them."""
         self.check_ours(seq)
         layers = list(layers)
-        if layers:
+        if layers or torn:
             self._forget(seq, length, layers, whole=False)
         else:
             self.retract(seq, length)
@@ -307,6 +313,18 @@ class PagedCache:
             ring_start[name] = min(held, first)
         seq.ring_start = ring_start
         self.retract(seq, length)
+
+    def saved_rows(self, layer: int, sequences: abc.Sequence[Sequence]) -> list[Tensor]:
+        """Copies of the rows of these sequences, of the overlays and of corrector states in one layer."""
+        rows = torch.tensor([seq.overlay_row for seq in sequences], device=self.device)
+        return [owned[rows] for owned in self.stores[layer].owned]
+
+    @whole_or_none
+    def restore_rows(self, layer: int, sequences: abc.Sequence[Sequence], saved: abc.Sequence[Tensor]) -> None:
+        """Puts back what `saved_rows` returned."""
+        rows = torch.tensor([seq.overlay_row for seq in sequences], device=self.device)
+        for owned, each in zip(self.stores[layer].owned, saved, strict=True):
+            owned[rows] = each
 
     @whole_or_none
     def retract(self, seq: Sequence, length: int) -> None:
