@@ -112,6 +112,7 @@ class PagedCache:
         self.pool = PagePool(pages or 0)
         self.max_sequences = max_sequences
         self._rows = max_sequences or 0
+        self._grown = self.pool.total, self._rows  # sizes to which all layers were to grow last
         self._free_rows: list[int] = list(range(self._rows - 1, -1, -1))
         self.sequences: list[Sequence] = []
         self.prefix: PrefixCache | None = None
@@ -175,7 +176,12 @@ class PagedCache:
             self.prefix.recount()
         references = Counter(page for seq in self.sequences for page in seq.held)
         references.update(node.page for node in (self.prefix.nodes if self.prefix is not None else ()))
-        self.pool.recount(references)
+        total, rows = self._grown
+        if all(len(store.pages) == total and all(len(owned) == rows for owned in store.owned) for store in self.stores):
+            self._rows = rows  # growing was interrupted when all had been allocated
+        else:
+            total = self.pool.total
+        self.pool.recount(references, total)
         used = {seq.overlay_row for seq in self.sequences}
         self._free_rows = [row for row in range(self._rows - 1, -1, -1) if row not in used]
 
@@ -447,7 +453,7 @@ class PagedCache:
         slots = [self._slots(seq, length) for seq, length in zip(sequences, before, strict=True)]
         return batch_of(sequences, counts, slots, self.device)
 
-    @locked
+    @whole_or_none
     def batch(self, sequences: abc.Sequence[Sequence]) -> PagedBatch:
         """Sequences as they are, with no new tokens. One may be named several times: nothing is written."""
         self._check_ours(sequences)
@@ -561,7 +567,8 @@ class PagedCache:
 
     def _grow(self, pages: int, overlay_rows: int) -> None:
         """Grows every layer to so many pages and overlay rows; where memory runs out, no layer."""
-        grow(self.stores, (self.pool.total, self._rows), (pages, overlay_rows))
+        self._grown = pages, overlay_rows
+        grow(self.stores, (self.pool.total, self._rows), self._grown)
         self.pool.grow(pages)
         self._free_rows[:0] = range(overlay_rows - 1, self._rows - 1, -1)
         self._rows = overlay_rows

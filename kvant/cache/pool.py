@@ -98,9 +98,9 @@ class PagePool:
             if not self._references[page]:
                 self._free.append(page)
 
-    def recount(self, references: Counter[int]) -> None:
-        """Sets the references to every page."""
-        pages = range(self.total)
+    def recount(self, references: Counter[int], total: int) -> None:
+        """Sets the references to every one of `total` pages."""
+        pages = range(total)
         self._references = [references[page] for page in pages]
         self._free = [page for page in reversed(pages) if not references[page]]
 

@@ -48,7 +48,7 @@ class Step:
     same: list[int] | None  # for every row of the batch, the first row with the same text; None where all differ
     written: int = 0  # layers of the group whose new tokens are stored
     begun: int = 0  # as `written`, with the layer whose tokens are being stored
-    saved: list[Tensor] | None = None  # rows of that layer as they were, where its groups' tails lose tokens to the new ones
+    saved: list[Tensor] | None = None  # rows of that layer as they were, where a group's tail loses tokens to the new ones
 
     @functools.cached_property
     def host_lengths(self) -> PagedBatch:

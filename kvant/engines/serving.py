@@ -144,7 +144,8 @@ class Serving:
         }
         copies = max(asked.values())
         assisted = any(options.get(name) or getattr(settings, name, None) for name in ASSISTED)
-        with self.ownership.generation():
+
+        def run() -> Any:
             many = mask.repeat_interleave(copies, 0)
             self._start(_Texts(input_ids.repeat_interleave(copies, 0), many), salt, reuse=not assisted)
             self.state.expect_no_crop()
@@ -155,7 +156,9 @@ class Serving:
                 self.state.token_ids = None
             else:
                 self._finish(out if isinstance(out, Tensor) else out.sequences, many, salt)
-        return out  # type: ignore[no-any-return]
+            return out
+
+        return self.ownership.generation(run)  # type: ignore[no-any-return]
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, salt: str = "") -> int:
         """Makes the cache hold as much of the beginning of a batch as is stored, and returns how many columns the model need

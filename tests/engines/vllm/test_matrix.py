@@ -192,6 +192,24 @@ def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: 
     assert seen["taken back"] and seen["verified"] and not seen["prefills"], seen
 
 
+@pytest.mark.runner_v2(1)
+@pytest.mark.slow
+def test_drafts_prefixes_chunks_and_preemption_at_once(start: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """A pool of so few blocks that requests are preempted while they verify drafts; prompts come in chunks behind prefixes. A repeated
+    text is its own source of n-grams."""
+    ngrams_apart(monkeypatch)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    llm = start(size, speculative_config=drafts, blocks=9, max_num_batched_tokens=96, max_model_len=4 * size)
+    shared = prompt(0, 16) * 12
+    run(llm, [shared[: 2 * size + 9]], 4)
+    again = [shared[: size + 9] + prompt(seed, 5) * 4 for seed in (1, 2, 3)]
+    found = run(llm, [*again, prompt(4, 7) * 9], 2 * size - 40)
+    assert [request.num_cached_tokens for request in found] == [size, size, size, 0]
+    seen = compared(llm)
+    for event in ("prefills", "behind a prefix", "taken back", "verified", "overwritten"):
+        assert seen[event], seen
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "eagle"])
 def test_speculation_with_a_draft_of_its_own(start: Any, tmp_path: Path, method: str, size: int, model: Any) -> None:
