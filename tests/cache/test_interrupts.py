@@ -23,7 +23,9 @@ def content(cache: PagedCache) -> list[Any]:
     """What sequences hold, wherever it lies, as attention reads it."""
     out = []
     for seq in cache.sequences:
-        state = seq.length, seq.sinks, sorted(seq.ring_start.items()), seq.visible, seq.requantized_from, len(seq.pages)
+        rings = {name: stream.window.ring for name, stream in cache.layout.recipe.streams.items()}
+        held = [max(seq.ring_start[name], seq.length - ring) for name, ring in rings.items()]
+        state = seq.length, seq.sinks, held, seq.visible, seq.requantized_from, len(seq.pages)
         batch = cache.batch([seq])
         streams = [read(store, name, batch, batch.seq_lens) for store in cache.stores for name in store.overlays]
         out.append((state, [x.contiguous().view(torch.uint8).numpy().tobytes() for x in streams]))
