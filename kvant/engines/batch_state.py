@@ -48,7 +48,7 @@ class Step:
     same: list[int] | None  # for every row of the batch, the first row with the same text; None where all differ
     written: int = 0  # layers of the group whose new tokens are stored
     begun: int = 0  # as `written`, with the layer whose tokens are being stored
-    saved: list[Tensor] | None = None  # rows of that layer as they were, where a group's tail loses tokens to the new ones
+    saved: list[Tensor] | None = None  # rows of that layer as they were, if a group's tail loses tokens
 
     @functools.cached_property
     def host_lengths(self) -> PagedBatch:
@@ -291,8 +291,8 @@ class BatchState:
             self._slide(group)  # not before: a pass that is taken back needs the pages that its window would leave
 
     def abort(self) -> None:
-        """Takes back a forward pass that failed: no sequence has grown, and none that it made is left. Where an interrupt ends this, the
-        pass is still under way."""
+        """Takes back a forward pass that failed: no sequence has grown, and none that it made is left. Where an interrupt ends this,
+        the pass is still under way."""
         try:
             self.whole(self._abort)
         except Exception:  # it would fail again

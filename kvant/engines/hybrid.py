@@ -51,9 +51,9 @@ class AttentionCache(Cache):
         super().abort()
 
     def advance(self, kind: str, layer: int, number: int) -> None:
-        """A forward pass is about to change a state of another layer: once. A second time, or none in the pass before, means that a pass
-        broke off, and has left the state ahead of the pages, or behind. A pass is counted when the last layer with attention has had
-        its turn."""
+        """A forward pass is about to change a state of another layer: once. A second time, or none in the pass before, means that a
+        pass broke off, and has left the state ahead of the pages, or behind. A pass is counted when the last layer with attention has
+        had its turn."""
         now = self.state.passes + (layer < self._numbers[-1])
         self.broken = self.broken or self.changed.get((kind, layer, number), self.first_pass) != now - 1
         self.check()

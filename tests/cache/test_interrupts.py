@@ -81,7 +81,9 @@ OPERATIONS: dict[str, tuple[Callable[[PagedCache], Any], Callable[[PagedCache, A
 }
 
 
-def run_at_every_line(make: Callable[[], PagedCache], name: str, first: int = 1, stride: int = 1, **options: Any) -> int:
+def run_at_every_line(
+    make: Callable[[], PagedCache], name: str, first: int = 1, stride: int = 1, **options: Any
+) -> int:
     prepare, operation = OPERATIONS[name]
 
     def prepared() -> tuple[PagedCache, Any]:
@@ -140,7 +142,6 @@ def test_taking_back_that_is_interrupted_is_done_by_the_next_operation(name: str
 
 @pytest.mark.parametrize("stride", [STRIDE, pytest.param(1, marks=pytest.mark.slow)])
 def test_pages_of_the_prefix_cache_that_an_interrupted_operation_gave_up(stride: int) -> None:
-    prepare, _ = OPERATIONS["extend"]
     count = 0
 
     def operation(cache: PagedCache) -> None:

