@@ -23,8 +23,8 @@ class Ownership:
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None  # not its id, which may be reused after the thread has ended
-        # of `generation`, which holds the cache from start to finish. Whether it runs is asked of the thread's stack: a flag would stay
-        # set where an interrupt ends `finally`
+        # of `generation`, which holds the cache from start to finish. Whether it runs is asked of the thread's stack: a flag would
+        # stay set where an interrupt ends it
         self._frame: FrameType | None = None
 
     @property
