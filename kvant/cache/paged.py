@@ -17,9 +17,10 @@ import torch
 from kvant.cache.batch import batch_of
 from kvant.cache.finite import check_finite, largest
 from kvant.cache.growth import grow
+from kvant.cache.journal import Journal, nothing, whole
 from kvant.cache.pool import PagePool, PoolFull
 from kvant.cache.prefix import PrefixCache
-from kvant.cache.sequence import FREED, SLID_OUT, Sequence
+from kvant.cache.sequence import FIELDS, FREED, SLID_OUT, Sequence
 from kvant.layout import Layout, StreamName
 from kvant.layouts import Layouts
 from kvant.ops import OPS, LayerStore, PagedBatch, choose
@@ -46,6 +47,18 @@ def locked(
     return run
 
 
+def whole_or_none(
+    method: Callable[Concatenate[PagedCache, P], R],
+) -> Callable[Concatenate[PagedCache, P], R]:
+    """Decorator: as `locked`, and the call is done whole or not at all (`PagedCache.whole`)."""
+
+    @functools.wraps(method)
+    def run(self: PagedCache, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.whole(lambda: method(self, *args, **kwargs))
+
+    return run
+
+
 class PagedCache:
     """Packed pages of several layers behind one set of block tables.
 
@@ -61,6 +74,10 @@ class PagedCache:
 
     Several threads may use one cache, each with sequences of its own: every operation holds the cache's lock. Two threads must
     not write to the same sequence at once.
+
+    An operation is done whole or not at all, even if an interrupt (Ctrl-C) ends it: it notes in its journal what it changes. What
+    sequences and the prefix cache refer to decides which pages and overlay rows are in use, and is counted again where an operation
+    was taken back.
     """
 
     def __init__(
@@ -95,9 +112,11 @@ class PagedCache:
         self.pool = PagePool(pages or 0)
         self.max_sequences = max_sequences
         self._rows = max_sequences or 0
+        self._grown = self.pool.total, self._rows  # sizes to which all layers were to grow last
         self._free_rows: list[int] = list(range(self._rows - 1, -1, -1))
         self.sequences: list[Sequence] = []
         self.prefix: PrefixCache | None = None
+        self.journal = nothing()  # of the operation under way, or of the last one
         by_layout = {
             each: {op: choose(op, each, self.device, implementation) for op in OPS} for each in self.layouts.distinct
         }
@@ -136,28 +155,64 @@ class PagedCache:
         used = pages * self.layouts.page_bytes + rows * self.layouts.overlay_bytes
         return used + (self.prefix.nbytes if self.prefix is not None else 0)
 
+    # --- operations that are done whole or not at all ----------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation of this thread is under way: another one within it is part of it."""
+        return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def whole(self, operation: Callable[[], R]) -> R:
+        """Runs an operation under the lock, whole or not at all."""
+        if self.busy:
+            return operation()
+        return whole([self], lambda journal: operation())
+
+    def begin(self, journal: Journal) -> None:
+        journal.note(self, "sequences")
+
+    def recount(self) -> None:
+        if self.prefix is not None:
+            self.prefix.recount()
+        references = Counter(page for seq in self.sequences for page in seq.held)
+        references.update(node.page for node in (self.prefix.nodes if self.prefix is not None else ()))
+        total, rows = self._grown
+        if all(len(store.pages) == total and all(len(owned) == rows for owned in store.owned) for store in self.stores):
+            self._rows = rows  # growing was interrupted when all had been allocated
+        else:
+            total = self.pool.total
+        self.pool.recount(references, total)
+        used = {seq.overlay_row for seq in self.sequences}
+        self._free_rows = [row for row in range(self._rows - 1, -1, -1) if row not in used]
+
+    def _note(self, *sequences: Sequence) -> None:
+        """These sequences are about to be changed."""
+        for seq in sequences:
+            self.journal.note(seq, *FIELDS)
+
+    def _note_row(self, store: LayerStore, at: Any) -> None:
+        """A row of the overlays and of corrector states, or a part of it, is about to be written."""
+        for tensors in (store.overlays, store.states):
+            self.journal.note_rows(tensors, at)
+
     # --- sequences -------------------------------------------------------------------------------------------------
 
-    @locked
+    @whole_or_none
     def new(self) -> Sequence:
         """An empty sequence."""
         seq = Sequence(self._take_row())
-        self.sequences.append(seq)
+        self.sequences = [*self.sequences, seq]
         return seq
 
-    @locked
+    @whole_or_none
     def fork(self, seq: Sequence) -> Sequence:
         """A second sequence with the same tokens. Pages are shared; its row of the overlays and corrector states is copied."""
         self.check_ours(seq)
         twin = self.new()
-        try:
-            self.mirror(twin, seq)
-        except BaseException:
-            self.free(twin)
-            raise
+        self.mirror(twin, seq)
         return twin
 
-    @locked
+    @whole_or_none
     def mirror(self, seq: Sequence, source: Sequence) -> None:
         """As `fork`, into an existing sequence: its tokens are forgotten, its row is overwritten. Nothing is allocated, so this
         cannot run out of pages or rows."""
@@ -165,7 +220,10 @@ class PagedCache:
         self.check_ours(source)
         if seq is source:
             return
+        self._note(seq)
         for layer in range(len(self.stores)):
+            if seq.length:
+                self._note_row(self.stores[layer], seq.overlay_row)
             self.copy_row(layer, source, seq)
         self.pool.share(source.held)
         self.pool.release(seq.held)
@@ -183,18 +241,20 @@ class PagedCache:
         for owned in self.stores[layer].owned:
             owned[target.overlay_row] = owned[source.overlay_row]
 
-    @locked
+    @whole_or_none
     def free(self, seq: Sequence) -> None:
         """Gives a sequence's pages and overlay row back."""
         self.check_ours(seq)
-        self.sequences.remove(seq)
+        self._note(seq)
+        self.sequences = [each for each in self.sequences if each is not seq]
         self.pool.release(seq.held)
         self._free_rows.append(seq.overlay_row)
         seq.pages, seq.length, seq.overlay_row = [], 0, FREED
 
-    @locked
+    @whole_or_none
     def clear(self) -> None:
         """Forgets all sequences and the prefix cache; memory stays allocated."""
+        self._note(*self.sequences)
         if self.prefix is not None:
             self.prefix.clear()
         for seq in self.sequences:
@@ -203,7 +263,7 @@ class PagedCache:
         self.pool = PagePool(self.pool.total)
         self._free_rows = list(range(self._rows - 1, -1, -1))
 
-    @locked
+    @whole_or_none
     def crop(self, seq: Sequence, length: int) -> None:
         """Forgets the tokens from `length` on.
 
@@ -216,12 +276,13 @@ class PagedCache:
         if length < seq.length:
             self._forget(seq, length, range(len(self.stores)), whole=True)
 
-    @locked
-    def rollback(self, seq: Sequence, length: int, layers: Iterable[int]) -> None:
-        """Takes back an `extend` whose tokens were written in these layers alone, as after an append that failed."""
+    @whole_or_none
+    def rollback(self, seq: Sequence, length: int, layers: Iterable[int], torn: bool = False) -> None:
+        """Takes back an `extend` whose tokens were written in these layers alone, as after an append that failed. `torn`: they may
+        have been written in part in one more layer, where no group's tail has lost a token to them."""
         self.check_ours(seq)
         layers = list(layers)
-        if layers:
+        if layers or torn:
             self._forget(seq, length, layers, whole=False)
         else:
             self.retract(seq, length)
@@ -229,11 +290,13 @@ class PagedCache:
     def _forget(self, seq: Sequence, length: int, layers: Iterable[int], whole: bool) -> None:
         """Shortens a sequence, and restores the rings of some layers. `whole`: pages of all layers hold every group that is
         complete at the present length."""
+        self._note(seq)
+        ring_start = dict(seq.ring_start)
         for name, stream in self.layout.recipe.streams.items():
             window, group = stream.window, stream.codec.group_tokens
             held = max(seq.ring_start[name], seq.length - window.ring)
             if not stream.groupwise:
-                seq.ring_start[name] = min(held, length)
+                ring_start[name] = min(held, length)
                 continue
 
             def aligned(position: int, start: int = window.first, group: int = group) -> int:
@@ -250,20 +313,36 @@ class PagedCache:
                 pages = torch.tensor(seq.pages, device=self.device)
                 here = max(first, min(seq.sinks, stop))  # sinks that are held stay as they are
                 for layer in layers if here < stop else ():
-                    refill(self.stores[layer], name, pages, seq.overlay_row, here, stop)
-            seq.ring_start[name] = min(held, first)
+                    store = self.stores[layer]
+                    self.journal.note_rows({name: store.overlays[name]}, seq.overlay_row)
+                    refill(store, name, pages, seq.overlay_row, here, stop)
+            ring_start[name] = min(held, first)
+        seq.ring_start = ring_start
         self.retract(seq, length)
 
-    @locked
+    def saved_rows(self, layer: int, sequences: abc.Sequence[Sequence]) -> list[Tensor]:
+        """Copies of the rows of these sequences, of the overlays and of corrector states in one layer."""
+        rows = torch.tensor([seq.overlay_row for seq in sequences], device=self.device)
+        return [owned[rows] for owned in self.stores[layer].owned]
+
+    @whole_or_none
+    def restore_rows(self, layer: int, sequences: abc.Sequence[Sequence], saved: abc.Sequence[Tensor]) -> None:
+        """Puts back what `saved_rows` returned."""
+        rows = torch.tensor([seq.overlay_row for seq in sequences], device=self.device)
+        for owned, each in zip(self.stores[layer].owned, saved, strict=True):
+            owned[rows] = each
+
+    @whole_or_none
     def retract(self, seq: Sequence, length: int) -> None:
         """Takes back an `extend` whose tokens were never written."""
+        self._note(seq)
         keep = self.layout.pages_for(length)
         gone = [page for page in seq.pages[keep:] if page != SLID_OUT]
         seq.sinks = min(seq.sinks, length)
         if seq.requantized_from is not None and length <= seq.requantized_from:
             seq.requantized_from = None  # the groups that were quantized again are gone
         seq.length = length
-        del seq.pages[keep:]
+        seq.pages = seq.pages[:keep]
         self.pool.release(gone)
 
     def check_ours(self, seq: Sequence) -> None:
@@ -289,7 +368,7 @@ class PagedCache:
                     f"cannot crop to {length} tokens: the sliding window has already dropped tokens that are needed"
                 )
 
-    @locked
+    @whole_or_none
     def slide(self, seq: Sequence, sliding_window: int) -> None:
         """Gives back the pages that lie wholly before the last `sliding_window` tokens, except those that groups in the tail will
         be packed into."""
@@ -297,11 +376,14 @@ class PagedCache:
         seen = min([seq.length - sliding_window, *ends]) - self.layout.recipe.origin
         first = min(max(0, seen) // self.layout.page_tokens, len(seq.pages))
         gone = [page for page in seq.pages[:first] if page != SLID_OUT]
-        seq.pages[:first] = [SLID_OUT] * first
+        if not gone and seq.visible == sliding_window:
+            return
+        self._note(seq)
+        seq.pages = [SLID_OUT] * first + seq.pages[first:]
         seq.visible = sliding_window
         self.pool.release(gone)
 
-    @locked
+    @whole_or_none
     def extend(self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> PagedBatch:
         """Takes pages for new tokens at the end of sequences, and returns where they go. Where pages or memory run out (PoolFull, or
         torch's error) no sequence is longer.
@@ -326,15 +408,10 @@ class PagedCache:
                 raise
             copied = self._to_copy(sequences, counts)
             self.reserve(sum(more_pages) + len(copied))
+        self._note(*sequences)
         for seq, place in copied:
             self._copy_page(seq, place)
-        before = [seq.length for seq in sequences]
-        try:
-            return batch_of(sequences, counts, self._extended(sequences, counts, more_pages), self.device)
-        except BaseException:  # no memory for the batch's tensors
-            for seq, length in zip(sequences, before, strict=True):
-                self.retract(seq, length)
-            raise
+        return batch_of(sequences, counts, self._extended(sequences, counts, more_pages), self.device)
 
     def _extended(
         self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], more_pages: abc.Sequence[int]
@@ -343,7 +420,8 @@ class PagedCache:
         sink = self.layout.recipe.key.window.sink
         slot_mapping: list[Tensor] = []
         for seq, count, more in zip(sequences, counts, more_pages, strict=True):
-            seq.pages += self.pool.take(more)
+            if more:
+                seq.pages = seq.pages + self.pool.take(more)
             if seq.sinks == min(seq.length, sink):
                 seq.sinks = min(seq.length + count, sink)
             seq.length += count
@@ -357,7 +435,7 @@ class PagedCache:
         at = at.clamp_min(0)  # sinks before the first page have no slot; append does not write it
         return torch.tensor(seq.pages or [0])[at // size] * size + at % size
 
-    @locked
+    @whole_or_none
     def separate(self, sequences: abc.Sequence[Sequence], before: abc.Sequence[int]) -> PagedBatch:
         """Takes apart sequences that `mirror` made equal while their tokens from `before` on are written: each gets pages of its own
         for these tokens, as they are so far in every layer, and its row of the overlays stays. Returns the batch as `extend` of all
@@ -368,13 +446,14 @@ class PagedCache:
         for seq, length in zip(sequences, before, strict=True):
             copied += self._shared_pages(seq, length, left)
         self.reserve(len(copied))
+        self._note(*sequences)
         for seq, place in copied:
             self._copy_page(seq, place)
         counts = [seq.length - length for seq, length in zip(sequences, before, strict=True)]
         slots = [self._slots(seq, length) for seq, length in zip(sequences, before, strict=True)]
         return batch_of(sequences, counts, slots, self.device)
 
-    @locked
+    @whole_or_none
     def batch(self, sequences: abc.Sequence[Sequence]) -> PagedBatch:
         """Sequences as they are, with no new tokens. One may be named several times: nothing is written."""
         self._check_ours(sequences)
@@ -461,16 +540,12 @@ class PagedCache:
 
     def _copy_page(self, seq: Sequence, place: int) -> None:
         (copy,) = self.pool.take(1)
-        try:
-            for store in self.stores:
-                store.pages[copy] = store.pages[seq.pages[place]]
-        except BaseException:
-            self.pool.release([copy])
-            raise
+        for store in self.stores:
+            store.pages[copy] = store.pages[seq.pages[place]]
         self.pool.release([seq.pages[place]])
-        seq.pages[place] = copy
+        seq.pages = [*seq.pages[:place], copy, *seq.pages[place + 1 :]]
 
-    @locked
+    @whole_or_none
     def reserve(self, count: int, sequences: int = 0) -> None:
         """Makes sure that `count` pages and the overlay rows of `sequences` sequences are free: evicts pages of the prefix cache, or
         grows the pool, if it may. Where that is not enough: PoolFull, or torch's error where memory runs out, and nothing has
@@ -492,7 +567,8 @@ class PagedCache:
 
     def _grow(self, pages: int, overlay_rows: int) -> None:
         """Grows every layer to so many pages and overlay rows; where memory runs out, no layer."""
-        grow(self.stores, (self.pool.total, self._rows), (pages, overlay_rows))
+        self._grown = pages, overlay_rows
+        grow(self.stores, (self.pool.total, self._rows), self._grown)
         self.pool.grow(pages)
         self._free_rows[:0] = range(overlay_rows - 1, self._rows - 1, -1)
         self._rows = overlay_rows

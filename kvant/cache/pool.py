@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -96,6 +97,12 @@ class PagePool:
             self._references[page] -= 1
             if not self._references[page]:
                 self._free.append(page)
+
+    def recount(self, references: Counter[int], total: int) -> None:
+        """Sets the references to every one of `total` pages."""
+        pages = range(total)
+        self._references = [references[page] for page in pages]
+        self._free = [page for page in reversed(pages) if not references[page]]
 
     def grow(self, total: int) -> None:
         """Adds pages up to a new total."""

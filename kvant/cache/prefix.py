@@ -17,10 +17,11 @@ import math
 from array import array
 from collections import OrderedDict, abc
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from kvant.cache.journal import Journal
 from kvant.cache.pool import PagePool
 from kvant.cache.sequence import SLID_OUT, Sequence
 from kvant.layout import Layout, StreamName
@@ -28,6 +29,7 @@ from kvant.layouts import Layouts
 from kvant.ops import LayerStore
 
 Tensor = torch.Tensor
+R = TypeVar("R")
 
 
 class PageStorage(Protocol):
@@ -40,8 +42,12 @@ class PageStorage(Protocol):
     stores: list[LayerStore]
     prefix: PrefixCache | None
 
+    journal: Journal
+
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
+
+    def whole(self, operation: abc.Callable[[], R]) -> R: ...
 
     def new(self) -> Sequence: ...
 
@@ -147,34 +153,36 @@ class PrefixCache:
     def keep(self, seq: Sequence, tokens: abc.Sequence[int], salt: str = "") -> int:
         """Keeps a sequence's pages under its tokens; returns how many tokens can be found again. The sequence is unchanged, but it
         copies its last page, where that is not full, before it writes to it."""
+        return self.cache.whole(lambda: self._keep(seq, tokens, salt))
+
+    def _keep(self, seq: Sequence, tokens: abc.Sequence[int], salt: str) -> int:
         cache = self.cache
-        with cache.lock:
-            if len(tokens) != seq.length:
-                raise ValueError(f"the sequence holds {seq.length} tokens, got {len(tokens)} token ids")
-            streams = cache.layout.recipe.streams
-            coded = [cache.frontier(seq, name) for name, stream in streams.items() if stream.groupwise]
-            end = self._whole(
-                min([seq.length, *coded, *([] if seq.requantized_from is None else [seq.requantized_from])])
-            )
-            parent, chain = self.root(salt), []
-            for place, page in enumerate(seq.pages):
-                start, stop = self._bound(place), min(self._bound(place + 1), end)
-                if start >= stop:
-                    break
-                piece = tuple(tokens[start:stop])
-                key = link(parent, piece)
-                node = self._covering(parent, piece)
-                if node is None and page != SLID_OUT:
-                    node = Node(parent, piece, start, page, self._sinks_of(seq, start, stop))
-                    self._drop_shorter(parent, piece)
-                    self._add(node)
-                if node is not None:
-                    chain.append(node)
-                parent = key
-            self._touch(chain)
-            while self.limit is not None and len(self._nodes) > self.limit:
-                self._drop(next(iter(self._nodes.values())))
-            return end
+        if len(tokens) != seq.length:
+            raise ValueError(f"the sequence holds {seq.length} tokens, got {len(tokens)} token ids")
+        streams = cache.layout.recipe.streams
+        coded = [cache.frontier(seq, name) for name, stream in streams.items() if stream.groupwise]
+        end = self._whole(min([seq.length, *coded, *([] if seq.requantized_from is None else [seq.requantized_from])]))
+        parent, chain = self.root(salt), []
+        for place, page in enumerate(seq.pages):
+            start, stop = self._bound(place), min(self._bound(place + 1), end)
+            if start >= stop:
+                break
+            piece = tuple(tokens[start:stop])
+            key = link(parent, piece)
+            node = self._covering(parent, piece)
+            if node is None and page != SLID_OUT:
+                node = Node(parent, piece, start, page, self._sinks_of(seq, start, stop))
+                shorter = self._shorter(parent, piece)
+                self._add(node)  # first: it takes the place of the shorter ones
+                for each in shorter:
+                    self._drop(each)
+            if node is not None:
+                chain.append(node)
+            parent = key
+        self._touch(chain)
+        while self.limit is not None and len(self._nodes) > self.limit:
+            self._drop(next(iter(self._nodes.values())))
+        return end
 
     def _sinks_of(self, seq: Sequence, start: int, stop: int) -> list[dict[StreamName, Tensor]]:
         held = slice(start, min(stop, seq.sinks))
@@ -191,22 +199,32 @@ class PrefixCache:
         longer = (n for n in self._children.get(parent, ()) if n.tokens[: len(piece)] == piece)
         return exact or next(longer, None)
 
-    def _drop_shorter(self, parent: bytes, piece: tuple[int, ...]) -> None:
-        """Drops pages that hold the beginning of these tokens only: a page with all of them takes their place."""
-        for node in list(self._children.get(parent, ())):
-            if node.tokens == piece[: len(node.tokens)]:
-                self._drop(node)
+    def _shorter(self, parent: bytes, piece: tuple[int, ...]) -> list[Node]:
+        """Pages that hold the beginning of these tokens only."""
+        return [node for node in self._children.get(parent, ()) if node.tokens == piece[: len(node.tokens)]]
 
     def _add(self, node: Node, share: bool = True) -> None:
         assert node.key not in self._nodes
         if share:
             self.cache.pool.share([node.page])
         self._nodes[node.key] = node
+        self._index(node)
+
+    def _index(self, node: Node) -> None:
         self._children.setdefault(node.parent, []).append(node)
         self._pages.setdefault(node.page, []).append(node)
 
+    def recount(self) -> None:
+        """Indexes the nodes anew, after an operation that was taken back. The nodes are those of now: what was kept is kept, and what
+        was given up is gone, since its page may have been written to."""
+        self._children, self._pages = {}, {}
+        for node in self._nodes.values():
+            self._index(node)
+
     def restore(self, nodes: abc.Sequence[Node]) -> None:
         """Adds the nodes of a snapshot, least recently used first. The pool has counted their references already."""
+        self.cache.journal.note(self, "_nodes")
+        self._nodes = self._nodes.copy()
         for node in nodes:
             self._add(node, share=False)
 
@@ -220,20 +238,17 @@ class PrefixCache:
     def take(self, tokens: abc.Sequence[int], salt: str = "", length: int | None = None) -> Sequence:
         """A new sequence that shares the pages of the longest stored prefix of these tokens; `length` asks for exactly so many
         tokens. Where it fails (PoolFull, or torch's error where memory runs out), there is no new sequence."""
-        cache = self.cache
-        with cache.lock:
-            chain, partial = self._search(tokens if length is None else tokens[:length], salt)
-            found = self._longest(chain, partial)
-            if length is not None and found != length:
-                raise ValueError(f"{length} tokens were asked for, {found} are kept")
-            seq = cache.new()
-            try:
-                if found:
-                    self._share(seq, found, chain, partial)
-            except BaseException:
-                cache.free(seq)
-                raise
-            return seq
+        return self.cache.whole(lambda: self._take(tokens, salt, length))
+
+    def _take(self, tokens: abc.Sequence[int], salt: str, length: int | None) -> Sequence:
+        chain, partial = self._search(tokens if length is None else tokens[:length], salt)
+        found = self._longest(chain, partial)
+        if length is not None and found != length:
+            raise ValueError(f"{length} tokens were asked for, {found} are kept")
+        seq = self.cache.new()
+        if found:
+            self._share(seq, found, chain, partial)
+        return seq
 
     def _share(
         self, seq: Sequence, found: int, chain: abc.Sequence[Node | None], partial: tuple[Node, int] | None
@@ -242,6 +257,9 @@ class PrefixCache:
         cache = self.cache
         nodes = self._pages_at(found, chain, partial)
         assert nodes is not None
+        for store in cache.stores:  # the row may be that of a sequence which the same operation has freed
+            cache.journal.note_rows(store.overlays, (seq.overlay_row, slice(0, cache.layout.recipe.key.window.sink)))
+            cache.journal.note_rows(store.states, seq.overlay_row)
         sinks = 0
         for node in nodes:
             rows = 0 if node is None else min(node.sink_rows, found - node.start)
@@ -325,18 +343,20 @@ class PrefixCache:
     def evict(self, count: int) -> bool:
         """Evicts the `count` least recently used pages that no sequence reads. Where there are fewer, evicts none and returns
         False."""
-        with self.cache.lock:
-            gone: dict[int, None] = {}
-            for node in self._nodes.values():
-                if len(gone) == count:
-                    break
-                if self.cache.pool.references(node.page) == self.holds(node.page):
-                    gone[node.page] = None
-            if len(gone) < count:
-                return False
-            for page in gone:
-                self.forget(page)
-            return True
+        return self.cache.whole(lambda: self._evict(count))
+
+    def _evict(self, count: int) -> bool:
+        gone: dict[int, None] = {}
+        for node in self._nodes.values():
+            if len(gone) == count:
+                break
+            if self.cache.pool.references(node.page) == self.holds(node.page):
+                gone[node.page] = None
+        if len(gone) < count:
+            return False
+        for page in gone:
+            self.forget(page)
+        return True
 
     def forget(self, page: int) -> None:
         """Drops a page from the prefix cache."""
@@ -345,9 +365,12 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drops all pages; those that a sequence reads stay with it."""
-        with self.cache.lock:
+
+        def drop() -> None:
             for node in self.nodes:
                 self._drop(node)
+
+        self.cache.whole(drop)
 
     def _drop(self, node: Node) -> None:
         del self._nodes[node.key]

@@ -12,7 +12,8 @@ FREED = -1  # overlay row of a sequence that was freed
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A sequence: its length, its pages in order, its overlay row, and which of its tokens that row holds."""
+    """A sequence: its length, its pages in order, its overlay row, and which of its tokens that row holds. Lists and dictionaries
+    are replaced, not changed in place, so that an operation can be taken back."""
 
     overlay_row: int
     length: int = 0
@@ -30,3 +31,6 @@ class Sequence:
     def held(self) -> list[int]:
         """Pages to which this sequence has a reference."""
         return [page for page in self.pages if page != SLID_OUT]
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Sequence))

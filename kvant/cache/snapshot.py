@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from kvant.cache.journal import Journal, whole
 from kvant.cache.paged import PagedCache
 from kvant.cache.state import Saved, Wrong, read_group, write_group
 from kvant.cache.swap import restored_sequences
@@ -288,14 +289,14 @@ class Snapshot:
         for cache, state in zip(caches, saved, strict=True):
             assert not cache.sequences and not cache.pool.used, "a snapshot is loaded into an empty cache"
             cache.reserve(state.pages, len(state.sequences))
+
         rows = self._read_rows()
-        try:
+
+        def fill(journal: Journal) -> None:
             for cache, state in zip(caches, saved, strict=True):
                 self._fill(cache, state, rows)
-        except BaseException:
-            for cache in caches:
-                cache.clear()
-            raise
+
+        whole(caches, fill)
 
     def _fill(self, cache: PagedCache, saved: Saved, rows: Iterator[Tensor]) -> None:
         pages = cache.pool.take(saved.pages)

@@ -40,24 +40,24 @@ class StaticBatch:
         self.cache, self.sequences, self.steps = cache, list(sequences), steps
         self.before = [seq.length for seq in self.sequences]
         count = len(self.sequences)
-        with torch.inference_mode(False):
-            room = cache.extend(self.sequences, [steps] * count)
-            try:
-                self._slots = room.slot_mapping.view(count, steps).T.contiguous()  # [steps, sequences]
-                self._sinks = room.sinks.clone()  # sinks of every sequence after all steps
-                self._step = torch.full((1,), -1, dtype=torch.int64, device=cache.device)
-                seq_lens = torch.tensor(self.before, dtype=torch.int64, device=cache.device)
-                query_start_loc = torch.arange(count + 1, device=cache.device)
-                slot_mapping, sinks = torch.zeros_like(seq_lens), torch.minimum(room.sinks, seq_lens)
-                self.batch = room._replace(
-                    seq_lens=seq_lens, slot_mapping=slot_mapping, query_start_loc=query_start_loc, sinks=sinks
-                )
-                shape = len(cache.stores), count
-                # largest magnitude that the last step appended, [layers, sequences]
-                self.worst = torch.zeros(shape, dtype=torch.float32, device=cache.device)
-            except BaseException:
-                self.close(0)
-                raise
+        cache.whole(lambda: self._open(count))
+
+    @torch.inference_mode(False)
+    def _open(self, count: int) -> None:
+        cache, steps = self.cache, self.steps
+        room = cache.extend(self.sequences, [steps] * count)
+        self._slots = room.slot_mapping.view(count, steps).T.contiguous()  # [steps, sequences]
+        self._sinks = room.sinks.clone()  # sinks of every sequence after all steps
+        self._step = torch.full((1,), -1, dtype=torch.int64, device=cache.device)
+        seq_lens = torch.tensor(self.before, dtype=torch.int64, device=cache.device)
+        query_start_loc = torch.arange(count + 1, device=cache.device)
+        slot_mapping, sinks = torch.zeros_like(seq_lens), torch.minimum(room.sinks, seq_lens)
+        self.batch = room._replace(
+            seq_lens=seq_lens, slot_mapping=slot_mapping, query_start_loc=query_start_loc, sinks=sinks
+        )
+        shape = len(cache.stores), count
+        # largest magnitude that the last step appended, [layers, sequences]
+        self.worst = torch.zeros(shape, dtype=torch.float32, device=cache.device)
 
     def advance(self) -> None:
         """Moves `batch` on by one token of every sequence."""
@@ -93,9 +93,10 @@ class StaticBatch:
     def close(self, kept: int, written: int | None = None) -> None:
         """Ends the batch: the sequences have `kept` new tokens. `written` (by default as many) steps have written to the overlays;
         what those beyond `kept` wrote is rolled back."""
-        written = kept if written is None else written
-        with self.cache.lock:
-            for seq, before in zip(self.sequences, self.before, strict=True):
-                self.cache.retract(seq, before + written)
-                if written > kept:
-                    self.cache.rollback(seq, before + kept, range(len(self.cache.stores)))
+        self.cache.whole(lambda: self._close(kept, kept if written is None else written))
+
+    def _close(self, kept: int, written: int) -> None:
+        for seq, before in zip(self.sequences, self.before, strict=True):
+            self.cache.retract(seq, before + written)
+            if written > kept:
+                self.cache.rollback(seq, before + kept, range(len(self.cache.stores)))

@@ -43,17 +43,10 @@ def gathered(sequences: abc.Sequence[Sequence]) -> tuple[list[int], list[Sequenc
 def restored_sequences(
     cache: PagedCache, moved: abc.Sequence[Sequence], pages: abc.Sequence[int], share: bool = True
 ) -> list[Sequence]:
-    """New sequences of a cache like those of `gathered`, over pages that were taken for them: all of them, or an error and none.
+    """New sequences of a cache like those of `gathered`, over pages that were taken for them, as a part of an operation on the cache.
     `share`: pages have one reference each, and those of several sequences get more; otherwise all are counted already. The
     overlay rows are still to be filled."""
-    sequences: list[Sequence] = []
-    try:
-        for _ in moved:
-            sequences.append(cache.new())
-    except BaseException:  # they have no pages yet
-        for seq in sequences:
-            cache.free(seq)
-        raise
+    sequences = [cache.new() for _ in moved]
     seen: set[int] = set()
     for seq, each in zip(sequences, moved, strict=True):
         seq.length, seq.sinks, seq.visible, seq.requantized_from = (
@@ -88,11 +81,14 @@ def copied(cache: PagedCache, sequences: abc.Sequence[Sequence]) -> Swapped:
 
 def swap_out(cache: PagedCache, sequences: abc.Sequence[Sequence]) -> Swapped:
     """Copies sequences to host memory, as `copied` does, and frees them."""
-    with cache.lock:
+
+    def move() -> Swapped:
         swapped = copied(cache, sequences)
         for seq in sequences:
             cache.free(seq)
         return swapped
+
+    return cache.whole(move)
 
 
 def swap_in(cache: PagedCache, swapped: Swapped) -> list[Sequence]:
@@ -103,24 +99,18 @@ def swap_in(cache: PagedCache, swapped: Swapped) -> list[Sequence]:
             f"these sequences come from a cache with the digest {swapped.digest:.16}..., this one has {cache.digest:.16}...: "
             "recipe, layout, artifact and model must be the same"
         )
-    with cache.lock:
+
+    def move() -> list[Sequence]:
         count = len(swapped.pages[0])
         cache.reserve(count, len(swapped.sequences))
         pages = cache.pool.take(count)
-        try:
-            sequences = restored_sequences(cache, swapped.sequences, pages)
-        except BaseException:
-            cache.pool.release(pages)
-            raise
-        try:
-            ids = torch.tensor(pages, dtype=torch.int64, device=cache.device)
-            rows = torch.tensor([seq.overlay_row for seq in sequences], dtype=torch.int64, device=cache.device)
-            for store, data, per_row in zip(cache.stores, swapped.pages, swapped.rows, strict=True):
-                store.pages[ids] = data.to(cache.device)
-                for tensor, saved in zip(store.owned, per_row, strict=True):
-                    tensor[rows] = saved.to(cache.device)
-        except BaseException:
-            for seq in sequences:
-                cache.free(seq)
-            raise
+        sequences = restored_sequences(cache, swapped.sequences, pages)
+        ids = torch.tensor(pages, dtype=torch.int64, device=cache.device)
+        rows = torch.tensor([seq.overlay_row for seq in sequences], dtype=torch.int64, device=cache.device)
+        for store, data, per_row in zip(cache.stores, swapped.pages, swapped.rows, strict=True):
+            store.pages[ids] = data.to(cache.device)
+            for tensor, saved in zip(store.owned, per_row, strict=True):
+                tensor[rows] = saved.to(cache.device)
         return sequences
+
+    return cache.whole(move)

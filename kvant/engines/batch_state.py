@@ -8,18 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from kvant import cache as paging
 from kvant.cache import PagedCache
+from kvant.cache.journal import Journal, nothing, whole
 from kvant.engines.attention import Handle, padding_of
 from kvant.engines.layers import PackedLayer
 from kvant.ops import PagedBatch
 
 Tensor = torch.Tensor
+R = TypeVar("R")
+# of a BatchState: what operations on the batch change, and take back where they fail
+FIELDS = (
+    "batch_size",
+    "columns",
+    "columns_begun",
+    "padding_mask",
+    "token_ids",
+    "told_ids",
+    "salt",
+    "created",
+    "passes",
+    "decoder",
+)
 
 
 @dataclasses.dataclass
@@ -32,6 +47,8 @@ class Step:
     before: list[int]  # lengths of the sequences before it
     same: list[int] | None  # for every row of the batch, the first row with the same text; None where all differ
     written: int = 0  # layers of the group whose new tokens are stored
+    begun: int = 0  # as `written`, with the layer whose tokens are being stored
+    saved: list[Tensor] | None = None  # rows of that layer as they were, if a group's tail loses tokens
 
     @functools.cached_property
     def host_lengths(self) -> PagedBatch:
@@ -100,11 +117,35 @@ class BatchState:
         self.created = False
         self.passes = 0
         self.decoder: StepDecoder | None = None
+        self.journal = nothing()
 
     def set_groups(self, groups: list[Group]) -> None:
         by_layer = {layer: group for group in groups for layer in group.layers}
-        self.groups, self.group_of = groups, [by_layer[i] for i in range(len(self.layers))]
+        self.group_of = [by_layer[i] for i in range(len(self.layers))]
         self.index_of = [group.layers.index(i) for i, group in enumerate(self.group_of)]
+        self.groups = groups  # last: where there are groups, the rest is known
+
+    def whole(self, operation: Callable[[], R]) -> R:
+        """Runs an operation on the batch in all groups, whole or not at all; one within another is part of it."""
+        caches = [group.paged for group in self.groups]
+        if caches and caches[0].busy:
+            return operation()
+        self.recover()
+
+        def run(journal: Journal) -> R:
+            self.journal = journal
+            journal.note(self, *FIELDS)
+            for layer in self.layers:
+                journal.note(layer, "columns")
+            for group in self.groups:
+                journal.note(group, "sequences", "step")
+            return operation()
+
+        return whole(caches, run)
+
+    def recover(self) -> None:
+        """Takes back an operation whose taking back was interrupted."""
+        self.journal.take_back()
 
     @property
     def lengths(self) -> list[int]:
@@ -130,12 +171,17 @@ class BatchState:
 
     def forget(self) -> None:
         """Frees all sequences, whatever state they are in."""
+        self.whole(self._forget)
+
+    def _forget(self) -> None:
         if self.decoder is not None:  # its sequences are gone, and their pages with them
+            self.journal.note(self.decoder, "closed")
             self.decoder.closed, self.decoder = True, None
         for group in self.groups:
             group.step = None
-            while group.sequences:
-                group.paged.free(group.sequences.pop())
+            for seq in group.sequences:
+                group.paged.free(seq)
+            group.sequences = []
         self.batch_size, self.padding_mask, self.created = -1, None, False
         self.token_ids = self.told_ids = None
         self.set_columns(0)
@@ -155,13 +201,15 @@ class BatchState:
         mask  attention mask of SDPA, bool [batch, 1, columns, all columns], or the padding mask of the new columns alone,
               bool [batch, columns]; None where every column is a token.
         """
+        self.whole(lambda: self._begin(query, key, value, mask, layer))
+
+    def _begin(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: PackedLayer) -> None:
         batch_size, _, columns, _ = query.shape
         if self.batch_size == -1:
             self.created = True
             for group in self.groups:
                 group.paged.reserve(0, batch_size)
-                for _ in range(batch_size):
-                    group.sequences.append(group.paged.new())
+                group.sequences = [group.paged.new() for _ in range(batch_size)]
             self.batch_size = batch_size
         if batch_size != self.batch_size:
             raise ValueError(f"the cache holds {self.batch_size} sequences, the model was called with {batch_size}")
@@ -220,15 +268,22 @@ class BatchState:
         if bool(torch.stack([(x[rows] == x[sources]).all() for x in (query, key, value)]).all()):
             return
         new = None if self.padding_mask is None else self.padding_mask[:, self.columns :].to(key.device)
-        for group in self.groups:
-            step = group.step
-            assert step is not None
-            batch = group.paged.separate(group.sequences, step.before)
-            mask = None if step.padding_mask is None else new
-            group.step = Step(batch, mask, step.columns, step.before, None, step.written)
+
+        def separate() -> None:
+            for group in self.groups:
+                step = group.step
+                assert step is not None
+                batch = group.paged.separate(group.sequences, step.before)
+                mask = None if step.padding_mask is None else new
+                group.step = dataclasses.replace(step, batch=batch, padding_mask=mask, same=None)
+
+        self.whole(separate)
 
     def commit(self) -> None:
         """A forward pass has reached all layers."""
+        self.whole(self._commit)
+
+    def _commit(self) -> None:
         self.passes += 1
         self.columns, self.created = self.columns_begun, False
         for group in self.groups:
@@ -236,16 +291,25 @@ class BatchState:
             self._slide(group)  # not before: a pass that is taken back needs the pages that its window would leave
 
     def abort(self) -> None:
-        """Takes back a forward pass that failed: no sequence has grown, and none that it made is left."""
+        """Takes back a forward pass that failed: no sequence has grown, and none that it made is left. Where an interrupt ends this,
+        the pass is still under way."""
         try:
-            for group in self.groups:
-                step, group.step = group.step, None
-                if step is not None:
-                    for seq, length in zip(group.sequences, step.before, strict=True):
-                        group.paged.rollback(seq, length, range(step.written))
-        except BaseException:  # lengths of the sequences are unknown
+            self.whole(self._abort)
+        except Exception:  # it would fail again
             self.forget()
             raise
+
+    def _abort(self) -> None:
+        for group in self.groups:
+            step, group.step = group.step, None
+            if step is None:
+                continue
+            torn = step.begun > step.written
+            if torn and step.saved is not None:
+                group.paged.restore_rows(step.written, group.sequences, step.saved)
+                torn = False
+            for seq, length in zip(group.sequences, step.before, strict=True):
+                group.paged.rollback(seq, length, range(step.written), torn)
         if self.created:
             self.forget()
         if self.padding_mask is not None:
@@ -253,7 +317,7 @@ class BatchState:
         self.set_columns(self.columns)
 
     def decoded(self, columns: int) -> None:
-        """Takes the batch back from a decoder that has added so many tokens to every sequence."""
+        """Takes the batch back from a decoder that has added so many tokens to every sequence, as a part of closing it."""
         self.decoder = None
         if self.padding_mask is not None:
             self.padding_mask = torch.nn.functional.pad(self.padding_mask, (0, columns), value=True)
@@ -272,6 +336,9 @@ class BatchState:
 
     def crop(self, columns: int) -> None:
         """Keeps so many columns of all sequences; where one cannot be cropped, an error, and all are as they were."""
+        self.whole(lambda: self._crop(columns))
+
+    def _crop(self, columns: int) -> None:
         removed = [self.columns_begun - columns] * max(0, self.batch_size)
         if self.padding_mask is not None:
             removed = [int(count) for count in self.padding_mask[:, columns:].sum(1)]
@@ -297,6 +364,9 @@ class BatchState:
         A sequence that is named again is forked, and shares its pages. Its copy gets the overlay row of a sequence that is not
         named, if there is one.
         """
+        self.whole(lambda: self._select(order))
+
+    def _select(self, order: Sequence[int]) -> None:
         if not order or min(order) < 0 or max(order) >= self.batch_size:
             raise ValueError(
                 f"indices must name at least one of {self.batch_size} sequences, got {list(order)}; "
@@ -306,26 +376,16 @@ class BatchState:
         again = [place for place, source in enumerate(order) if first[source] != place]
         unused = [i for i in range(self.batch_size) if i not in first]
         more = max(0, len(again) - len(unused))
-        forked: list[tuple[Group, paging.Sequence]] = []
-        try:
-            for group in self.groups:
-                group.paged.reserve(0, more)
-                for place in again[:more]:
-                    forked.append((group, group.paged.fork(group.sequences[order[place]])))
-        except BaseException:
-            for group, seq in forked:
-                group.paged.free(seq)
-            raise
-        self.token_ids = None
-        for number, group in enumerate(self.groups):  # from here on nothing is allocated
-            own = [seq for _, seq in forked[number * more : (number + 1) * more]]
-            copies = dict(zip(again, own, strict=False))
+        for group in self.groups:
+            group.paged.reserve(0, more)
+            copies = {place: group.paged.fork(group.sequences[order[place]]) for place in again[:more]}
             for place, i in zip(again[more:], unused, strict=False):
                 copies[place] = group.sequences[i]
                 group.paged.mirror(group.sequences[i], group.sequences[order[place]])
             for i in unused[len(again) - more :]:
                 group.paged.free(group.sequences[i])
             group.sequences = [copies.get(place, group.sequences[source]) for place, source in enumerate(order)]
+        self.token_ids = None
         if self.padding_mask is not None:
             self.padding_mask = self.padding_mask[list(order)]
         if self.told_ids is not None:

@@ -146,8 +146,8 @@ class Decoder:
         if reason is not None:
             raise ValueError(f"cannot decode in {'a CUDA graph' if graph else 'fixed steps'}: {reason}")
         self.model, self.cache, self.steps, self.graph = model, cache, steps, graph
-        self.done = 0
-        self.closed = self._running = self._begun = False
+        self.done = self._begun = 0  # steps; `_begun` counts the one under way, too
+        self.closed = self._running = False
         device = state.groups[0].paged.stores[0].pages.device
         with torch.inference_mode(False):
             self._tokens = torch.zeros(state.batch_size, 1, dtype=torch.int64, device=device)
@@ -156,14 +156,12 @@ class Decoder:
             counters = torch.zeros(state.batch_size * heads * COUNTERS, dtype=torch.int32, device=device)
         name = f"a step of this {model.config.model_type}"
         self._run: Callable[[], Tensor] = Replay(self._step, device, name, counters) if graph else self._step
-        self.batches: list[StaticBatch] = []
-        try:  # nothing but taking the pages can fail from here on
-            for group in state.groups:
-                self.batches.append(StaticBatch(group.paged, group.sequences, steps))
-        except BaseException:
-            for each in self.batches:
-                each.close(0)
-            raise
+        state.whole(self._take)
+
+    def _take(self) -> None:
+        """Takes pages for all steps, and the batch."""
+        state = self.cache.state
+        self.batches = [StaticBatch(group.paged, group.sequences, self.steps) for group in state.groups]
         self._places = [  # of every layer: its group's batch, its index in the group, its sliding window
             (self.batches[state.groups.index(group)], group.layers.index(layer), group.sliding_window)
             for layer, group in enumerate(state.group_of)
@@ -187,6 +185,9 @@ class Decoder:
             raise ValueError(
                 "this decoder is closed: close() was called, or the cache has been used for something else"
             )
+        if self._begun != self.done:
+            self.close()
+            raise RuntimeError("the last step broke off: it has been taken back, and this decoder is closed")
         if self.done == self.steps:
             raise ValueError(f"pages were taken for {self.steps} steps, and all of them are done")
         self.cache.ownership.claim()
@@ -197,17 +198,16 @@ class Decoder:
             self._positions.copy_(self.batches[0].batch.seq_lens[:, None] + self.cache.first_position)
         else:
             self._positions.copy_(positions.reshape(-1, 1))
-        self._begun = True
+        self._begun = self.done + 1
         try:
             with torch.no_grad():
                 logits = self._run()
             for each in self.batches:
                 each.check()
+            self.done = self._begun
         except BaseException:
             self.close()
             raise
-        self._begun = False
-        self.done += 1
         return logits
 
     def _step(self) -> Tensor:
@@ -249,14 +249,21 @@ class Decoder:
         if self.closed:
             return
         self.cache.ownership.claim()
-        self.closed, self._run = True, self._step  # drops the graph
-        try:
+        state = self.cache.state
+
+        def close() -> None:
+            state.journal.note(self, "closed")
+            self.closed = True
             for each in self.batches:
-                each.close(self.done, self.done + self._begun)
-        except BaseException:  # lengths of the sequences are unknown
-            self.cache.state.forget()
+                each.close(self.done, self._begun)
+            state.decoded(self.done)
+
+        try:
+            state.whole(close)
+        except Exception:  # it would fail again
+            state.forget()
             raise
-        self.cache.state.decoded(self.done)
+        self._run = self._step  # drops the graph
 
 
 class _Stepping:

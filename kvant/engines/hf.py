@@ -248,15 +248,16 @@ class Cache(Serving, transformers.Cache):
             return self.state.decoder.attend(handle, query, mask, scale, softcap, sink_logits)
         try:
             out = self._attend(handle, query, mask, scale, softcap, sink_logits)
+            if handle.layer == len(self.layers) - 1:
+                self.state.commit()
         except BaseException:
             self.abort()
             raise
-        if handle.layer == len(self.layers) - 1:
-            self.state.commit()
         return out
 
     def abort(self) -> None:
         """Takes back the forward pass under way. The steps of a decoder are its own to take back."""
+        self.state.recover()
         if self.state.decoder is not None:
             return
         self.state.abort()
@@ -283,11 +284,13 @@ class Cache(Serving, transformers.Cache):
                 f"the model was called with {key_states.shape[0]} sequences of {key_states.shape[-2]} new tokens: "
                 "both must be at least 1"
             )
-        if layer_idx == 0 and self.state.unfinished:
-            self.abort()
-            raise RuntimeError(
-                "the last forward pass through this cache broke off between layers: it has been taken back; call again"
-            )
+        if layer_idx == 0:
+            self.state.recover()
+            if self.state.unfinished:
+                self.abort()
+                raise RuntimeError(
+                    "the last forward pass through this cache broke off between layers: it has been taken back; call again"
+                )
         return self.layers[layer_idx].update(key_states, value_states)  # there is nothing to offload
 
     def _attend(
@@ -311,9 +314,10 @@ class Cache(Serving, transformers.Cache):
         }
         if columns == 1 and step.padding_mask is None:  # a token of every sequence: as `_tokens_of`, by one view each
             q, k, v = query.squeeze(2), key.squeeze(2), value.squeeze(2)
+            step.begun = index + 1  # as `writing`, with nothing to be saved
             group.paged.append(index, k, v, step.batch, q)
+            step.written = index + 1
             out = group.paged.decode(index, q, step.batch, **options).unsqueeze(1)
-            step.written += 1
         else:
             out = self._prefill(query, key, value, group, step, index, options)
         if self.on_attend is not None:
@@ -333,9 +337,11 @@ class Cache(Serving, transformers.Cache):
         """The part of `_attend` for several new columns, or padded ones."""
         q, k, v = (self._tokens_of(x, step) for x in (query, key, value))
         if self.as_decoded:
+            self._begin_writing(group, step, index)
             flat = group.paged.replay(index, q, k, v, step.batch, **options)
         else:
             flat = group.paged.prefill(index, q, k, v, step.host_lengths, **options)
+            self._begin_writing(group, step, index)
             group.paged.append(index, k, v, step.batch, q)
         self._written(group, step, index)
         if step.same is None:
@@ -392,6 +398,7 @@ class Cache(Serving, transformers.Cache):
         self.update(key, value, layer)
         group, step, index = self._enter(layer, key, key, value, padding_mask)
         k, v = (self._tokens_of(x, step) for x in (key, value))
+        self._begin_writing(group, step, index)
         group.paged.append(index, k, v, step.batch)
         self._written(group, step, index)
 
@@ -416,12 +423,22 @@ class Cache(Serving, transformers.Cache):
         return flatten(x if step.same is None else x[sorted(set(step.same))], step.padding_mask)
 
     @staticmethod
+    def _begin_writing(group: Group, step: Step, index: int) -> None:
+        """A layer's new tokens are about to be stored. If that breaks off, it is not known which of them are. One new token takes the
+        place of one that is in a page (`Window.ring`); several may take places in the tail of a group, which is saved."""
+        assert index == step.written
+        groupwise = any(stream.groupwise for stream in group.paged.layout.recipe.streams.values())
+        more = groupwise and step.columns > 1 and any(step.before)
+        step.saved = group.paged.saved_rows(index, group.sequences) if more else None
+        step.begun = index + 1
+
+    @staticmethod
     def _written(group: Group, step: Step, index: int) -> None:
         """A layer's new tokens are stored: rows with the same text get a copy of the first one's overlay row."""
-        step.written += 1
         for row, source in enumerate(step.same or ()):
             if source != row:
                 group.paged.copy_row(index, group.sequences[source], group.sequences[row])
+        step.written = index + 1
 
     def keys_as_read(self, layer: int) -> Tensor:
         """A layer's keys as attention now reads them, in the model's space: float32 [batch, tokens, heads, head_dim]."""
@@ -454,6 +471,7 @@ class Cache(Serving, transformers.Cache):
 
     def settle(self) -> None:
         """Closes the decoder that has the cache, if one has, and takes back a forward pass that broke off between layers."""
+        self.state.recover()
         if self.state.decoder is not None:
             self.state.decoder.close()
         if self.state.unfinished:

@@ -7,6 +7,7 @@ refused: shared prefixes, cropping behind recurrent states, steps of fixed graph
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ class AttentionCache(Cache):
     """The packed layers of a hybrid model, counted without the others."""
 
     def __init__(self, model_or_config: Any, recipe: Any, **options: Any) -> None:
-        self.broken = False  # a forward pass failed, and states of other layers are ahead
+        self.broken = False  # something broke off, and states of other layers are ahead or behind
         # number of the forward pass that changed a state last, by kind ("conv", "recurrent"), layer and number of the state
         self.changed: dict[tuple[str, int, int], int] = {}
+        self.first_pass = 0  # forward passes before the last `reset`
         if options.get("share"):
             raise ValueError("share is not served for hybrid models: states of linear layers cannot be taken back")
         super().__init__(model_or_config, recipe, **options)
@@ -49,10 +51,11 @@ class AttentionCache(Cache):
         super().abort()
 
     def advance(self, kind: str, layer: int, number: int) -> None:
-        """A forward pass is about to change a state of another layer: once. A second time means that the last pass broke off, and has
-        left the state ahead of the pages. A pass is counted when the last layer with attention has had its turn."""
+        """A forward pass is about to change a state of another layer: once. A second time, or none in the pass before, means that a
+        pass broke off, and has left the state ahead of the pages, or behind. A pass is counted when the last layer with attention has
+        had its turn."""
         now = self.state.passes + (layer < self._numbers[-1])
-        self.broken = self.broken or self.changed.get((kind, layer, number), 0) >= now
+        self.broken = self.broken or self.changed.get((kind, layer, number), self.first_pass) != now - 1
         self.check()
         self.changed[kind, layer, number] = now
 
@@ -61,6 +64,18 @@ class AttentionCache(Cache):
             raise RuntimeError(
                 "a forward pass through this cache failed, and states of layers without attention cannot be taken back: reset() it"
             )
+
+    def all_layers(self, ours: Callable[[], None], others: Callable[[], None]) -> None:
+        """Changes the layers with attention, which may refuse, then the others. Where this breaks off, they do not agree."""
+        self.check()
+        self.broken = True
+        try:
+            ours()
+        except Exception:
+            self.broken = False  # nothing has changed
+            raise
+        others()
+        self.broken = False
 
 
 class HybridCache(transformers.Cache):
@@ -126,14 +141,19 @@ class HybridCache(transformers.Cache):
             raise ValueError(
                 "cannot crop the cache of a hybrid model: its layers' recurrent states cannot be taken back"
             )
-        self.packed.crop(tokens_to_remove)  # first, since it may refuse
-        for layer in self._others:
-            layer.crop(tokens_to_remove)
+
+        def crop() -> None:
+            for layer in self._others:
+                layer.crop(tokens_to_remove)
+
+        self.packed.all_layers(lambda: self.packed.crop(tokens_to_remove), crop)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        for layer in self._others:
-            layer.reorder_cache(beam_idx)
-        self.packed.reorder_cache(beam_idx)
+        def reorder() -> None:
+            for layer in self._others:
+                layer.reorder_cache(beam_idx)
+
+        self.packed.all_layers(lambda: self.packed.reorder_cache(beam_idx), reorder)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.reorder_cache(torch.arange(max(0, self.batch_size)).repeat_interleave(repeats))
@@ -142,13 +162,15 @@ class HybridCache(transformers.Cache):
         self.reorder_cache(torch.arange(max(0, self.batch_size))[indices.cpu()])
 
     def reset(self) -> None:
+        self.packed.broken = True  # until the end
         # transformers' own reset keeps the states' tensors, which have the batch size of before
         for i in range(len(self.layers)):
             if i not in self.place:
                 self.layers[i] = self._other()
         self.packed.reset()
-        self.packed.broken = False
         self.packed.changed.clear()
+        self.packed.first_pass = self.packed.state.passes
+        self.packed.broken = False
 
 
 def cache_for(model_or_config: Any, recipe: Any = None, **options: Any) -> Cache | HybridCache:

@@ -8,8 +8,13 @@ wrote its current sequences, until that thread releases it or ends.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TypeVar
+
+R = TypeVar("R")
 
 
 class Ownership:
@@ -18,7 +23,9 @@ class Ownership:
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None  # not its id, which may be reused after the thread has ended
-        self._generating = False  # inside of `cache.generate`, which holds the cache from start to finish
+        # of `generation`, which holds the cache from start to finish. Whether it runs is asked of the thread's stack: a flag would
+        # stay set where an interrupt ends it
+        self._frame: FrameType | None = None
 
     @property
     def thread(self) -> threading.Thread | None:
@@ -42,8 +49,16 @@ class Ownership:
                     "must not be continued or forgotten by others. Make a cache for every thread, or hand this one over: it "
                     "is free when cache.generate returns, after finish() or reset() in that thread, or when that thread ends"
                 )
-            self._thread, self._generating = me, False
+            self._thread, self._frame = me, None
             return True
+
+    @property
+    def _generating(self) -> bool:
+        """Whether this thread, which owns the cache, is inside of `generation`."""
+        frame = None if self._frame is None else sys._getframe()
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
 
     def release(self) -> None:
         """Releases the cache if this thread owns it. Inside `cache.generate` it has no effect."""
@@ -70,13 +85,13 @@ class Ownership:
         if fresh and not keep:
             self.release()
 
-    @contextlib.contextmanager
-    def generation(self) -> Iterator[None]:
-        """A whole generation: the cache belongs to this thread until it ends, and is free afterwards."""
-        with self.claimed(keep=True):
-            self._generating = True
+    def generation(self, run: Callable[[], R]) -> R:
+        """Runs a whole generation: the cache belongs to this thread until it ends, and is free afterwards."""
         try:
-            yield
+            with self.claimed(keep=True):
+                self._frame = sys._getframe()
+            return run()
         finally:
-            self._generating = False
-            self.release()
+            if self._frame is sys._getframe():
+                self._frame = None
+                self.release()

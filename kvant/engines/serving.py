@@ -144,7 +144,8 @@ class Serving:
         }
         copies = max(asked.values())
         assisted = any(options.get(name) or getattr(settings, name, None) for name in ASSISTED)
-        with self.ownership.generation():
+
+        def run() -> Any:
             many = mask.repeat_interleave(copies, 0)
             self._start(_Texts(input_ids.repeat_interleave(copies, 0), many), salt, reuse=not assisted)
             self.state.expect_no_crop()
@@ -155,7 +156,9 @@ class Serving:
                 self.state.token_ids = None
             else:
                 self._finish(out if isinstance(out, Tensor) else out.sequences, many, salt)
-        return out  # type: ignore[no-any-return]
+            return out
+
+        return self.ownership.generation(run)  # type: ignore[no-any-return]
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, salt: str = "") -> int:
         """Makes the cache hold as much of the beginning of a batch as is stored, and returns how many columns the model need
@@ -171,25 +174,24 @@ class Serving:
         held = self._columns_held(texts) if reuse and salt == self.state.salt else 0
         kept = self._columns_kept(texts, salt) if reuse and self.share else 0
         columns = max(held, kept)
+        self.state.whole(lambda: self._take_up(texts, salt, columns, bool(held) and held >= kept))
+        self.reused = columns
+        return columns
+
+    def _take_up(self, texts: _Texts, salt: str, columns: int, continued: bool) -> None:
+        """The batch becomes the first `columns` of these texts: of the sequences at hand, or from the prefix caches."""
         lengths = texts.tokens(columns)
-        continued = bool(held) and held >= kept
-        if columns and not continued:  # take the room first: where there is none, the sequences at hand stay
+        if continued:
             for group in self.groups:
-                group.paged.reserve(0, max(0, len(texts) - len(group.sequences)))
-        try:
-            if continued:
-                for group in self.groups:
-                    for seq, length in zip(group.sequences, lengths, strict=True):
-                        group.paged.crop(seq, length)
-            else:
-                self.state.forget()
-                for group in self.groups if columns else ():
-                    assert group.paged.prefix is not None
-                    for text, length in zip(texts.ids, lengths, strict=True):
-                        group.sequences.append(group.paged.prefix.take(text, salt, length))
-        except BaseException:
+                for seq, length in zip(group.sequences, lengths, strict=True):
+                    group.paged.crop(seq, length)
+        else:
             self.state.forget()
-            raise
+            for group in self.groups if columns else ():
+                prefix = group.paged.prefix
+                assert prefix is not None
+                taken = zip(texts.ids, lengths, strict=True)
+                group.sequences = [prefix.take(text, salt, length) for text, length in taken]
         state, padding_mask = self.state, texts.padding_mask[:, :columns]
         state.batch_size = len(texts) if columns else -1
         state.set_columns(columns)
@@ -197,8 +199,6 @@ class Serving:
         stored = [text[:length] for text, length in zip(texts.ids, lengths, strict=True)]
         state.token_ids = stored if columns else None
         state.told_ids, state.salt = texts.ids, salt
-        self.reused = columns
-        return columns
 
     def _columns_held(self, texts: _Texts) -> int:
         """Columns of a batch that the sequences at hand hold: all rows have to begin with the same tokens."""
@@ -257,6 +257,10 @@ class Serving:
             padding_mask[:, :width] = attention_mask.bool()
         texts = [row[keep].tolist() for row, keep in zip(output_ids.cpu(), padding_mask.cpu(), strict=True)]
         self._check_told(texts, salt)
+        self.state.whole(lambda: self._keep(texts, salt))
+
+    def _keep(self, texts: Sequence[list[int]], salt: str) -> None:
+        """Notes the token ids of the sequences at hand, and keeps their pages under them where pages are shared."""
         for group in self.groups if self.share else ():
             assert group.paged.prefix is not None
             for text, seq in zip(texts, group.sequences, strict=True):
@@ -308,14 +312,14 @@ class Serving:
                 raise ValueError(f"the cache holds {self.state.batch_size} sequences: reset it or swap them out first")
             if len(preempted.groups) != len(self.groups):
                 raise ValueError("these sequences come from a cache of another model")
-            try:
+
+            def move() -> None:
                 for group, swapped in zip(self.groups, preempted.groups, strict=True):
                     group.sequences = swap_in(group.paged, swapped)
-            except BaseException:
-                self.state.forget()
-                raise
-            self.state.restore(preempted.columns, preempted.padding_mask, preempted.token_ids, preempted.salt)
-            self.state.told_ids = preempted.told_ids
+                self.state.restore(preempted.columns, preempted.padding_mask, preempted.token_ids, preempted.salt)
+                self.state.told_ids = preempted.told_ids
+
+            self.state.whole(move)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the sequences and the prefix cache to one file, whole or not at all, a few pages at a time."""

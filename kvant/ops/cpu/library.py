@@ -152,18 +152,18 @@ def bytes_at(address: int, size: int) -> bytes:
 class Memory:
     """Cached addresses of a store's pages and overlays; refreshed when the tensors are other ones."""
 
-    pages: torch.Tensor | None = None
-    key: torch.Tensor | None = None
-    value: torch.Tensor | None = None
-    places: tuple[int, int, int]
+    # the tensors and their addresses, set at once: an interrupt between would leave addresses of memory that was freed
+    known: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, tuple[int, int, int]]
+    known = None, None, None, (0, 0, 0)
 
     def of(self, store: LayerStore) -> tuple[int, int, int]:
         """Addresses of pages, key overlay and value overlay."""
         pages, key, value = store.pages, store.overlays["key"], store.overlays["value"]
-        if pages is not self.pages or key is not self.key or value is not self.value:
-            self.pages, self.key, self.value = pages, key, value
-            self.places = pages.data_ptr(), key.data_ptr(), value.data_ptr()
-        return self.places
+        old_pages, old_key, old_value, places = self.known
+        if pages is not old_pages or key is not old_key or value is not old_value:
+            places = pages.data_ptr(), key.data_ptr(), value.data_ptr()
+            self.known = pages, key, value, places
+        return places
 
 
 def run(

@@ -201,6 +201,26 @@ def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: 
     assert seen["taken back"] and seen["verified"] and not seen["prefills"], seen
 
 
+@pytest.mark.cell("n-grams, prefix hits, chunks and preemption at once")
+@pytest.mark.runner_v2(1)
+@pytest.mark.slow
+def test_drafts_prefixes_chunks_and_preemption_at_once(start: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """In a pool of so few blocks that requests give way to others. Every request begins a new block after some tokens; a text that
+    repeats itself is its own source of n-grams."""
+    ngrams_apart(monkeypatch)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    pool = {"blocks": 7, "max_num_batched_tokens": 96, "max_model_len": 4 * size}
+    llm = start(size, speculative_config=drafts, disable_log_stats=False, **pool)
+    shared = prompt(0, 16) * 16
+    run(llm, [shared[: size + 20]], 2)
+    texts = [shared[: size + 9] + prompt(seed, 5) * size for seed in (1, 2, 3)]
+    found = run(llm, [text[: 2 * size - 6] for text in [*texts, prompt(4, 7) * size]], 14)
+    assert [request.num_cached_tokens for request in found] == [size, size, size, 0]
+    assert {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}["vllm:num_preemptions"]
+    seen = compared(llm)
+    assert seen["prefills"] and seen["behind a prefix"] and seen["verified"] and seen["overwritten"], seen
+
+
 @pytest.mark.cell("a draft of 16 bits: {method}", setups=("v1-eager",))
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "eagle"])
