@@ -31,7 +31,7 @@ class Moments:
     count: int
     mean: Tensor  # [heads, head_dim]
     second: Tensor  # [heads, head_dim, head_dim]: mean of x^T x, not centred
-    absmax: Tensor  # [heads, head_dim]
+    absmax: Tensor  # [heads, head_dim]; NaN where there is no sample
     sample: Tensor  # [heads, n, head_dim] float32: a uniform sample of the vectors
 
     def through(self, matrix: Tensor, offset: Tensor | None = None) -> Moments:
@@ -52,6 +52,12 @@ class Moments:
             sample.abs().amax(1) if sample.shape[1] else torch.full_like(mean, torch.nan),
             sample.float(),
         )
+
+    def shrunk(self, amount: float) -> Moments:
+        """With `amount` times the mean second moment of a channel added to every channel's. Eigenvectors stay as they are."""
+        level = amount * self.second.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        eye = torch.eye(self.second.shape[-1], dtype=self.second.dtype, device=self.second.device)
+        return dataclasses.replace(self, second=self.second + level * eye)
 
     def pooled(self) -> Moments:
         """One set of moments for all heads together, as [1, ...]."""

@@ -17,7 +17,8 @@ from kvant.recipe import Recipe
 from kvant.transforms.affine_map import Mean
 
 Tensor = torch.Tensor
-TOKENS = 8192  # OSCAR calibrates on 8,878
+TOKENS = 8192  # that are read on a CPU
+GPU_TOKENS = 65536  # that are read on a GPU, where they take seconds: all of the built-in text
 MEAN_TOKENS = 1024  # tokens that are read to fit means alone
 FEWEST_FOR_MEANS = 128
 FEWEST_PER_CHANNEL = 8
@@ -31,9 +32,14 @@ def fits_in_seconds(recipe: Recipe) -> bool:
     return bool(parts) and all(isinstance(part, Mean) for part in parts)
 
 
-def tokens_for(recipe: Recipe) -> int:
-    """How many tokens of the built-in text a recipe is fitted on."""
-    return MEAN_TOKENS if fits_in_seconds(recipe) else TOKENS
+def most_tokens(device: torch.device) -> int:
+    """How many tokens of a text are read where no number is given."""
+    return TOKENS if device.type == "cpu" else GPU_TOKENS
+
+
+def tokens_for(recipe: Recipe, device: torch.device) -> int:
+    """How many tokens of the built-in text a recipe is fitted on, where it has so many."""
+    return MEAN_TOKENS if fits_in_seconds(recipe) else most_tokens(device)
 
 
 def fewest_tokens(recipe: Recipe, head_dim: int) -> int:
@@ -56,13 +62,21 @@ def excerpts(tokenizer: Any, tokens: int, length: int, *, exactly: bool = False)
             "give a longer text"
         )
     least = min(LEAST, length)
-    kinds = list(encoded)[: max(1, tokens // least)]
+    kinds = kinds_read(tokens, length)
     out: list[Tensor] = []
     for kind, share in zip(kinds, shares(tokens, [sizes[kind] for kind in kinds]), strict=True):
-        found = encoded[kind][: max(1, share // least)]
-        cut = [ids[:count] for ids, count in zip(found, shares(share, list(map(len, found))), strict=True) if count]
+        lengths = list(map(len, encoded[kind]))
+        count = max(1, share // least)  # pieces
+        while sum(lengths[:count]) < share:
+            count += 1
+        cut = [ids[:n] for ids, n in zip(encoded[kind], shares(share, lengths[:count]), strict=False) if n]
         out += torch.cat(cut).split(length) if kind in JOINED else cut
     return out
+
+
+def kinds_read(tokens: int, length: int) -> list[str]:
+    """The kinds that excerpts of at most `length` tokens, together `tokens`, are of."""
+    return list(passages.pieces())[: max(1, tokens // min(LEAST, length))]
 
 
 def shares(total: int, sizes: Sequence[int]) -> list[int]:

@@ -27,6 +27,11 @@ Fitter = Callable[[Any, LayerStats, str], dict[str, Tensor]]
 
 Statistic = Literal["sample", "probes", "attended"]
 
+SHRINKAGE = (
+    2.0  # times head_dim / tokens: what is added to the queries' second moment, as a share of its mean eigenvalue
+)
+MAX_SHRINKAGE = 0.1
+
 _FITTERS: dict[type[Spec], Fitter] = {}
 _READS: dict[type[Spec], tuple[Statistic, ...]] = {}
 
@@ -50,7 +55,11 @@ def statistics_of(recipe: Recipe) -> frozenset[Statistic]:
 
 
 def fit_layer(recipe: Recipe, stats: LayerStats) -> dict[str, Tensor]:
-    """The calibrated tensors of one layer."""
+    """The calibrated tensors of one layer. The queries' second moment is shrunk first: what few queries of a text ask for, those of
+    another text may. It is the less known the fewer tokens there are for a channel."""
+    dim = stats.queries.mean.shape[-1]
+    shrinkage = min(MAX_SHRINKAGE, SHRINKAGE * dim / stats.keys.count)
+    stats = dataclasses.replace(stats, queries=stats.queries.shrunk(shrinkage))
     out: dict[str, Tensor] = {}
     for name, stream in recipe.streams.items():
         seen = stats

@@ -111,10 +111,10 @@ class Running:
         self.count += len(x)
         self.total += wide.sum(1)
         self.second += wide.mT @ wide
-        low, high = x.aminmax(dim=0)
-        self.absmax = torch.maximum(self.absmax, torch.maximum(high, -low).double())
         if not len(self.priorities):
             return
+        low, high = x.aminmax(dim=0)
+        self.absmax = torch.maximum(self.absmax, torch.maximum(high, -low).double())
         priorities = torch.rand(len(x), dtype=torch.float64, generator=self.generator)
         kept = torch.cat((self.priorities, priorities)).topk(len(self.priorities), largest=False).indices.sort().values
         stay = torch.zeros(len(self.priorities), dtype=torch.bool)
@@ -138,7 +138,8 @@ class Running:
     def finish(self) -> Moments:
         assert self.count, "no vectors were added"
         sample = self.sample[(self.priorities < 2.0).to(self.sample.device)].transpose(0, 1)
-        return Moments(self.count, self.total / self.count, self.second / self.count, self.absmax, sample)
+        absmax = self.absmax if len(self.priorities) else torch.full_like(self.absmax, torch.nan)
+        return Moments(self.count, self.total / self.count, self.second / self.count, absmax, sample)
 
 
 class WeightedSums:

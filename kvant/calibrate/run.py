@@ -16,7 +16,6 @@ from kvant import passages, recipes
 from kvant.artifact import SCHEME, Artifact
 from kvant.calibrate import builtin
 from kvant.calibrate import text as texts
-from kvant.calibrate.builtin import TOKENS
 from kvant.calibrate.capture import Measured, gather
 from kvant.calibrate.checkpoint import Unfinished
 from kvant.calibrate.fitting import Statistic, fit_layer, statistics_of
@@ -54,8 +53,8 @@ def calibrate(
     model, tokenizer  a transformers model that the engine serves, and its tokenizer (None where `text` is token ids).
     text              what the model reads while it is measured: a string, token ids [n], or `kvant.chats.Chats`, which go
                       through the tokenizer's chat template; without it, the built-in text (kvant.calibrate.builtin).
-    tokens            number of tokens to read (default 8192, or all of a shorter text), spread evenly over the text. Of the
-                      built-in text, a recipe that learns only means reads 1024 by default.
+    tokens            number of tokens to read (default 8192, on a GPU 65536, or all of a shorter text), spread evenly over
+                      the text. Of the built-in text, a recipe that learns only means reads 1024 by default.
     max_position      positions [0, max_position) will be served; statistics cover all of them (default: as many as the
                       model allows).
     excerpt_tokens    tokens of an excerpt: the text is cut into excerpts, each read from position 0.
@@ -110,11 +109,12 @@ def calibrate_all(
             raise ValueError(f"{name} must be at least 2, got {value}")
     tensors: list[dict[int, dict[str, Tensor]]] = [{} for _ in chosen]
     sources: list[dict[str, Any]] = [{} for _ in chosen]
-    read: dict[tuple[int, int | None], tuple[list[Tensor], dict[str, Any]]] = {}  # excerpts and their source
+    read: dict[tuple[int, int], tuple[list[Tensor], dict[str, Any]]] = {}  # excerpts and their source
     named = fingerprint(model)
     unfinished = Unfinished(resume)
     with unfinished:
-        wanted = [tokens or (builtin.tokens_for(recipe) if text is None else None) for recipe in chosen]
+        device = model.get_input_embeddings().weight.device
+        wanted = [tokens or _default_tokens(recipe, text, device) for recipe in chosen]
         for look, some in dict.fromkeys(zip(map(_look, chosen), wanted, strict=True)):
             mine = [i for i, recipe in enumerate(chosen) if (_look(recipe), wanted[i]) == (look, some)]
             sink, recent, attention_weighted, block = look
@@ -202,22 +202,27 @@ def _check(recipe: Recipe) -> None:
         )
 
 
+def _default_tokens(recipe: Recipe, text: Source | None, device: torch.device) -> int:
+    return builtin.tokens_for(recipe, device) if text is None else builtin.most_tokens(device)
+
+
 def _excerpts(
-    tokenizer: Any, text: Source | None, tokens: int | None, length: int, *, exactly: bool
+    tokenizer: Any, text: Source | None, tokens: int, length: int, *, exactly: bool
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """The excerpts to measure on, and the description of their source that the artifact stores. `exactly` refuses a text with
     fewer tokens."""
-    source = {"text_sha256": text_digest(text)}
+    source: dict[str, Any] = {"text_sha256": text_digest(text)}
     if tokenizer is None and not isinstance(text, Tensor):
         what = "a string" if isinstance(text, str) else "chats" if isinstance(text, Chats) else "not given"
         raise ValueError(f"text is {what}: a tokenizer is needed, or token ids in its place")
     if text is None:
-        assert tokens is not None
-        return builtin.excerpts(tokenizer, tokens, length, exactly=exactly), source | {"text": "built in"}
+        source |= {"text": "built in", "kinds": builtin.kinds_read(tokens, length)}
+        return builtin.excerpts(tokenizer, tokens, length, exactly=exactly), source
     ids = source_ids(tokenizer, text)
-    if len(ids) < 2 or (tokens or 0) > len(ids):
-        raise ValueError(f"the text has {len(ids)} tokens, expected at least {max(2, tokens or 0)}")
-    excerpts = texts.cut(ids, min(len(ids), tokens or TOKENS), length)
+    least = max(2, tokens if exactly else 0)
+    if len(ids) < least:
+        raise ValueError(f"the text has {len(ids)} tokens, expected at least {least}")
+    excerpts = texts.cut(ids, min(len(ids), tokens), length)
     return excerpts, source | {"text": "chats" if isinstance(text, Chats) else "given"}
 
 

@@ -66,15 +66,18 @@ def check_template(model: str, text: Any) -> None:
 
 def warn_of_few_tokens(made: Sequence[Artifact]) -> None:
     """Says in one line where artifacts that were just fitted had too little text."""
+    import torch
+
     from kvant.calibrate.builtin import fewest_tokens, tokens_for
 
+    cpu = torch.device("cpu")
     fewest = {artifact.recipe.name: fewest_tokens(artifact.recipe, artifact.head_dim) for artifact in made}
     poor = [each for each in made if each.source.get("tokens", math.inf) < fewest[each.recipe.name]]
     if poor:
         say(
             f"warning: {', '.join(each.recipe.name for each in poor)} had {min(each.source['tokens'] for each in poor)} tokens to be "
             f"fitted to; fewer than {max(fewest[each.recipe.name] for each in poor)} make a poor fit, "
-            f"{max(tokens_for(each.recipe) for each in poor)} are recommended: give a longer text, or more --tokens of it"
+            f"{max(tokens_for(each.recipe, cpu) for each in poor)} are recommended: give a longer text, or more --tokens of it"
         )
 
 

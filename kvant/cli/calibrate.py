@@ -34,8 +34,8 @@ def add(commands: Any) -> None:
         "--tokens",
         type=tokens,
         metavar="N",
-        help="tokens to read, such as 8192 or 8k (default: 8192, or all of a shorter text; kvant-4-fast reads 1024 of the "
-        "built-in text)",
+        help="tokens to read, such as 8192 or 8k (default: 8192, on a GPU 65536, or all of a shorter text; kvant-4-fast reads "
+        "1024 of the built-in text)",
     )
     parser.add_argument(
         "--max-position",

@@ -53,6 +53,8 @@ def static(cache: PagedCache) -> StaticBatch:
 
 def write(cache: PagedCache) -> None:
     """One more token of every sequence, in all layers."""
+    if not cache.sequences:  # an operation that was done whole before the interrupt may have left none
+        return
     tokens = Tokens.random(len(cache.sequences), 2, 1, 64, 8)
     batch = cache.extend(cache.sequences, [1] * len(cache.sequences))
     for layer in range(len(cache.stores)):

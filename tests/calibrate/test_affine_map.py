@@ -11,6 +11,7 @@ import torch
 from kvant import recipes
 from kvant.calibrate import fit_layer
 from kvant.calibrate.affine_map import balanced, fit_balance, fit_spectral
+from kvant.calibrate.fitting import MAX_SHRINKAGE, SHRINKAGE
 from kvant.calibrate.gatherer import UNWEIGHTED, relative, token_weights
 from kvant.stats import LayerStats
 from kvant.transforms.affine_map import Balance, Spectral
@@ -132,7 +133,8 @@ def test_every_tensor_is_fitted_on_what_the_parts_before_it_leave() -> None:
     tensors = fit_layer(recipe, stats)
     a = tensors["key.transforms[0].matrix"].double()
     back = torch.linalg.inv(a)
-    cost = (back @ stats.queries.second @ back.mT).diagonal(dim1=-2, dim2=-1)
+    queries = stats.queries.shrunk(MAX_SHRINKAGE)  # of 252 tokens little is known
+    cost = (back @ queries.second @ back.mT).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(
         tensors["key.codec.weights"].double(), cost / cost.mean(-1, keepdim=True), rtol=1e-3, atol=0
     )
@@ -140,3 +142,22 @@ def test_every_tensor_is_fitted_on_what_the_parts_before_it_leave() -> None:
     torch.testing.assert_close(tensors["value.codec.mean"].double(), values[:, 0], rtol=1e-3, atol=1e-4)
     plain = dataclasses.replace(recipe, key=dataclasses.replace(recipe.key, transforms=(Balance(mean=False),)))
     assert not fit_layer(plain, stats)["key.transforms[0].offset"].any()
+
+
+def test_queries_are_shrunk_by_how_little_is_known_of_them() -> None:
+    """By 2 head_dim / tokens of the mean second moment of a channel, and no more than a tenth: directions that hardly any query
+    asks for get a part of it, the eigenvectors stay."""
+    recipe = recipes.get("kvant-2:rope=post")
+    q, k, v = draw(4096, 1, 2, 16)
+    stats = gather_layer([(q, k, v, attend(q, k, v))], 4096, None, 4, 64, attention_weighted=True)
+    amount = SHRINKAGE * 16 / stats.keys.count
+    assert 0.005 < amount < MAX_SHRINKAGE
+    shrunk = stats.queries.shrunk(amount)
+    old, new = (torch.linalg.eigh(each.second[0]) for each in (stats.queries, shrunk))
+    torch.testing.assert_close(new.eigenvalues, old.eigenvalues + amount * old.eigenvalues.mean())
+    torch.testing.assert_close((new.eigenvectors.mT @ old.eigenvectors).abs(), torch.eye(16, dtype=torch.float64))
+    fitted = fit_layer(recipe, stats)["key.transforms[0].matrix"]
+    by_hand = balanced(stats.weighted_moments("key", 0.3).covariance, shrunk.second, Balance())
+    torch.testing.assert_close(fitted, by_hand.float())
+    without = balanced(stats.weighted_moments("key", 0.3).covariance, stats.queries.second, Balance())
+    assert not torch.allclose(fitted, without.float())
