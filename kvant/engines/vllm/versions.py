@@ -7,7 +7,7 @@ NAMED = "0.26.x and 0.29.x to 0.33.x"
 
 
 # How kvant was run on a GPU inside a version. Inside those that are missing it was tested on a CPU alone.
-ON_GPU = {"0.26": "without torch.compile"}
+ON_GPU = {"0.26": "without torch.compile", "0.33": "with torch.compile and CUDA graphs, on one GPU"}
 
 # What kvant serves from a version of vLLM on: the version that it has been tested with first.
 SLIDING, HYBRID = "0.29", "0.32"
