@@ -1,8 +1,8 @@
 """The text that recipes are fitted on where none is given: excerpts of kvant's own (kvant.passages), as the model serves them.
 
-Every kind of text has the same share of the tokens, and within a kind every piece. A chat is put through the model's chat template.
-An excerpt begins at position 0 with what the template writes first. It is one piece; of some kinds all pieces, one after another,
-are one excerpt, so that contexts are short and long, as they are in use.
+Every kind of text has the same share of the tokens, in equal parts of as many pieces as it takes. A chat is put through the
+model's chat template. An excerpt begins at position 0 with what the template writes first. It is one piece; of some kinds all
+pieces, one after another, are cut into excerpts, so that contexts are short and long, as they are in use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GPU_TOKENS = 65536  # that are read on a GPU, where they take seconds: all of th
 MEAN_TOKENS = 1024  # tokens that are read to fit means alone
 FEWEST_FOR_MEANS = 128
 FEWEST_PER_CHANNEL = 8
-LEAST = 96  # tokens of a piece: with fewer for each, fewer pieces are read
+LEAST = 96  # tokens of a kind: with fewer for each, fewer kinds are read
 JOINED = ("code", "dialogue", "prose", "tools")  # kinds whose pieces are read as one long excerpt
 
 
@@ -61,12 +61,11 @@ def excerpts(tokenizer: Any, tokens: int, length: int, *, exactly: bool = False)
             f"the built-in text has {sum(sizes.values())} tokens in excerpts of at most {length}, expected at least {tokens}: "
             "give a longer text"
         )
-    least = min(LEAST, length)
     kinds = kinds_read(tokens, length)
     out: list[Tensor] = []
     for kind, share in zip(kinds, shares(tokens, [sizes[kind] for kind in kinds]), strict=True):
         lengths = list(map(len, encoded[kind]))
-        count = max(1, share // least)  # pieces
+        count = 1  # pieces: as few as have so many tokens, so that contexts are long
         while sum(lengths[:count]) < share:
             count += 1
         cut = [ids[:n] for ids, n in zip(encoded[kind], shares(share, lengths[:count]), strict=False) if n]

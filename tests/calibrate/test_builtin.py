@@ -52,7 +52,7 @@ def test_a_total_is_split_evenly(total: int, sizes: list[int], expected: list[in
     assert shares(total, sizes) == expected
 
 
-def test_every_kind_has_the_same_share_and_as_many_pieces_as_have_room() -> None:
+def test_every_kind_has_the_same_share_of_as_few_pieces_as_have_so_many_tokens() -> None:
     tokenizer = make_tokenizer()
     found = excerpts(tokenizer, TOKENS, 1024)
     assert list(passages.pieces()) == KINDS
@@ -65,9 +65,11 @@ def test_every_kind_has_the_same_share_and_as_many_pieces_as_have_room() -> None
         tokens[kinds[0]] += len(excerpt)
         pieces[kinds[0]] += len(kinds)
     assert set(tokens.values()) == {share}
-    assert all(pieces[kind] >= min(len(each), share // LEAST) for kind, each in passages.pieces().items())
+    for kind, each in passages.pieces().items():
+        sizes = [len(passages.encode(tokenizer, piece)[:1024]) for piece in each]
+        assert sum(sizes[: pieces[kind] - 1]) < share <= sum(sizes[: pieces[kind]])
     lengths = sorted(map(len, found))
-    assert lengths[0] >= LEAST and lengths[len(found) // 2] < 300, "short contexts"
+    assert lengths[0] < 400, "short contexts"
     assert lengths[-4:] == [1024] * 4, "and long ones"
 
 
@@ -86,8 +88,8 @@ def test_chats_begin_as_the_template_does_and_plain_texts_do_not() -> None:
     chats = [excerpt for excerpt in found if int(excerpt[0]) == START]
     plain = [excerpt for excerpt in found if START not in excerpt]
     assert len(chats) + len(plain) == len(found)
-    assert len(chats) >= 15 and len(plain) >= 8
-    assert sum(END in excerpt for excerpt in chats) >= 10, "whole turns"
+    assert len(chats) >= 8 and len(plain) >= 3
+    assert sum(END in excerpt for excerpt in chats) >= 8, "whole turns"
     assert any(tokenizer.decode(excerpt).startswith("<|im_start|>system\n") for excerpt in chats)
 
 
