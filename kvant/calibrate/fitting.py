@@ -27,10 +27,8 @@ Fitter = Callable[[Any, LayerStats, str], dict[str, Tensor]]
 
 Statistic = Literal["sample", "probes", "attended"]
 
-SHRINKAGE = (
-    2.0  # times head_dim / tokens: what is added to the queries' second moment, as a share of its mean eigenvalue
-)
-MAX_SHRINKAGE = 0.1
+# SHRINKAGE head_dim / tokens of its mean eigenvalue, at most MAX_SHRINKAGE of it, is added to the queries' second moment
+SHRINKAGE, MAX_SHRINKAGE = 2.0, 0.1
 
 _FITTERS: dict[type[Spec], Fitter] = {}
 _READS: dict[type[Spec], tuple[Statistic, ...]] = {}
